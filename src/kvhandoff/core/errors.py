@@ -1,0 +1,51 @@
+"""Errors that reach a user, and their OpenAI-style bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class KVHandoffError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+
+class ConfigError(KVHandoffError):
+    """A flag, file or model that can't be used. The command line prints it and exits with 2."""
+
+
+class RequestError(KVHandoffError):
+    """A request that is answered with an error body. `message` says what is wrong and what is allowed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+
+    def body(self) -> dict[str, Any]:
+        """The body OpenAI clients parse: `{"error": {message, type, param, code}}`."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def invalid(field: str, value: object, allowed: str, *, code: str | None = None) -> RequestError:
+    """A 400 that names the field, the value and what is allowed."""
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
+    return RequestError(f"{field}: got {shown}, allowed is {allowed}", param=field, code=code)
+
+
+def unavailable(message: str, *, code: str) -> RequestError:
+    """A 503: the service can't take this request now; a later try may succeed."""
+    return RequestError(message, status=503, code=code, kind="service_unavailable_error")

@@ -1,0 +1,53 @@
+"""Names of engines, of their lives, and of handoffs."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import NewType
+
+import msgspec
+
+EngineId = NewType("EngineId", str)
+Epoch = NewType("Epoch", str)
+HandoffId = NewType("HandoffId", str)
+
+
+class Identity(msgspec.Struct, frozen=True, order=True):
+    """One life of one engine process. A restarted engine keeps its id and has another epoch."""
+
+    engine_id: EngineId
+    epoch: Epoch
+
+    def __str__(self) -> str:
+        return f"{self.engine_id}@{self.epoch}"
+
+
+class HandoffKey(msgspec.Struct, frozen=True, order=True):
+    """One attempt of one handoff; attempts count from 0."""
+
+    handoff_id: HandoffId
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.handoff_id}#{self.attempt}"
+
+
+def new_epoch() -> Epoch:
+    """A random id of this life of the process (64 bits)."""
+    return Epoch(secrets.token_hex(8))
+
+
+def new_handoff_id() -> HandoffId:
+    """A random handoff id (96 bits). It is also the id of the response, behind `cmpl-` or `chatcmpl-`."""
+    return HandoffId(secrets.token_hex(12))
+
+
+def completion_id(handoff_id: str, *, chat: bool) -> str:
+    """The `id` an OpenAI response carries for this handoff, the way vLLM builds it from X-Request-Id."""
+    return f"{'chatcmpl' if chat else 'cmpl'}-{handoff_id}"
+
+
+def handoff_id_of(completion: str) -> HandoffId:
+    """The handoff id inside a response's `id`; a bare handoff id is returned as it is."""
+    return HandoffId(re.sub(r"^(chatcmpl|cmpl)-", "", completion))

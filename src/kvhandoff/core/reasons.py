@@ -1,0 +1,79 @@
+"""Why a request did not take the path it might have taken. The one enum that metrics and records use (rule 7)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ReasonKind(StrEnum):
+    """What a reason says about health. Autoscalers alarm on failures, never on declines or choices."""
+
+    CHOICE = "choice"
+    """The router chose so; nothing went wrong."""
+    DECLINE = "decline"
+    """The other side no longer has, or never had, what was asked for; recompute is the right answer."""
+    FAILURE = "failure"
+    """Something broke: a peer, the network, an engine."""
+
+
+class Reason(StrEnum):
+    """One cause each, so that one counter never mixes two."""
+
+    # choices of the router
+    FORCED = "forced"
+    SHORT_PROMPT = "short_prompt"
+    NO_PREFILL_ENGINE = "no_prefill_engine"
+    SEVERAL_PROMPTS = "several_prompts"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ALREADY_CACHED = "already_cached"
+
+    # declines
+    OFFER_UNKNOWN = "offer_unknown"
+    OFFER_EXPIRED = "offer_expired"
+    OFFER_CONSUMED = "offer_consumed"
+    OFFER_WITHDRAWN = "offer_withdrawn"
+    CHAIN_MISMATCH = "chain_mismatch"
+    EPOCH_CHANGED = "epoch_changed"
+
+    # failures
+    LEASE_LAPSED = "lease_lapsed"
+    CLAIM_TIMEOUT = "claim_timeout"
+    READ_TIMEOUT = "read_timeout"
+    TRANSFER_FAILED = "transfer_failed"
+    HANDSHAKE_REFUSED = "handshake_refused"
+    PEER_UNREACHABLE = "peer_unreachable"
+    PEER_LOST = "peer_lost"
+    BAD_REFERENCE = "bad_reference"
+    PREFILL_FAILED = "prefill_failed"
+    DECODE_FAILED = "decode_failed"
+    CLIENT_ABORTED = "client_aborted"
+
+    @property
+    def kind(self) -> ReasonKind:
+        """Whether this is a choice, a decline or a failure."""
+        if self in _CHOICES:
+            return ReasonKind.CHOICE
+        return ReasonKind.DECLINE if self in _DECLINES else ReasonKind.FAILURE
+
+
+_CHOICES = frozenset(
+    {
+        Reason.FORCED,
+        Reason.SHORT_PROMPT,
+        Reason.NO_PREFILL_ENGINE,
+        Reason.SEVERAL_PROMPTS,
+        Reason.PROMPT_LOGPROBS,
+        Reason.ALREADY_CACHED,
+        Reason.CLIENT_ABORTED,
+    }
+)
+_DECLINES = frozenset(
+    {
+        Reason.OFFER_UNKNOWN,
+        Reason.OFFER_EXPIRED,
+        Reason.OFFER_CONSUMED,
+        Reason.OFFER_WITHDRAWN,
+        Reason.CHAIN_MISMATCH,
+        Reason.EPOCH_CHANGED,
+    }
+)

@@ -1,0 +1,90 @@
+"""What each side writes down about a request. The router joins the legs into one record."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvhandoff.core.reasons import Reason
+
+KVSource = Literal["transferred", "recomputed", "local"]
+
+
+class LegRecord(msgspec.Struct, kw_only=True):
+    """One engine's account of its leg of a request."""
+
+    handoff_id: str
+    attempt: int
+    leg: Literal["prefill", "decode", "local"]
+    engine_id: str
+    epoch: str
+    phases: dict[str, float] = {}
+    """Seconds by phase, up to the first token (decode, local) or the response (prefill)."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in this engine's own prefix cache."""
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV came from the other engine, verified."""
+    computed_tokens: int = 0
+    """Prompt tokens this engine ran through the model."""
+    completion_tokens: int = 0
+    bytes: int = 0
+    """Bytes read or written by the transfer, used or not."""
+    blocks: int = 0
+    descriptors: int = 0
+    prefill_chunks: int = 0
+    reasons: list[Reason] = []
+    finish_reason: str | None = None
+
+    @property
+    def kv_source(self) -> KVSource:
+        """Where the prompt's KV came from."""
+        if self.transferred_tokens:
+            return "transferred"
+        return "local" if self.leg == "local" else "recomputed"
+
+
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What `GET /debug/kv` shows. `total` = free + cached + used + offered + loading + quarantined."""
+
+    total: int
+    free: int
+    """Never written, or content given up."""
+    cached: int
+    """Idle content that a later prompt may reuse, and that an allocation may take."""
+    used: int
+    """Held by running requests."""
+    offered: int
+    """Kept for other engines under a lease."""
+    loading: int
+    """Targets of transfers under way."""
+    quarantined: int
+    """Targets of given-up transfers that have no fence yet."""
+    granted: int = 0
+    """Named to a writer of a push."""
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """What an engine tells the router at `GET /internal/state?after=CURSOR`."""
+
+    engine_id: str
+    epoch: str
+    role: Literal["prefill", "decode", "both"]
+    model: str
+    """Name under which the model is served."""
+    model_fingerprint: str
+    max_model_len: int
+    block_size: int
+    control_address: str
+    data_plane: str
+    now: float
+    """This engine's monotonic clock, read while answering."""
+    running: int
+    waiting: int
+    loading: int
+    blocks: BlockCounts
+    records: list[LegRecord]
+    """Legs that ended after the cursor, oldest first; a bounded history."""
+    cursor: int
+    """Pass it as `after` next time."""

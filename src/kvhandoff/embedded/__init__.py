@@ -1,0 +1,1 @@
+"""The embedded engine: Hugging Face models on a paged KV pool, one process, one OpenAI-compatible port."""

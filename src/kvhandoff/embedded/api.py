@@ -1,0 +1,196 @@
+"""The seams inside the embedded engine.
+
+    server (asyncio thread)  ──submit/abort──▶  EngineCore (engine thread)  ──forward──▶  ModelRunner
+    agent  (asyncio thread)  ◀──KVHooks───────  EngineCore
+    agent                    ──load_finished/load_failed/release_blocks──▶  EngineCore
+
+No torch in this file: the server, the agent and their tests import it without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from kvhandoff.core.chain import TokenChain
+from kvhandoff.core.layout import KVLayout
+from kvhandoff.core.reasons import Reason
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Names, ranges and meanings are vLLM's."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """EOS and stop tokens are masked until this many tokens are out."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many top alternatives to report beside the chosen token; None reports nothing."""
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen (or given, for prompts) token's log-probability and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token, or the end of the request without one (`token_id` None)."""
+
+    request_id: str
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """With the first token, when asked for; the first prompt token has None."""
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    """The EOS or stop token that ended it; it is not part of the text."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class PrefillStats:
+    """What the engine knows of a request's prompt when its first token is out. Times in its own clock."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
+    computed_tokens: int = 0
+    prefill_chunks: int = 0
+    admitted_at: float = 0.0
+    """Blocks allocated (the first time, if preempted later)."""
+    runnable_at: float = 0.0
+    """For a load: when the engine thread took it up again; else admitted_at."""
+    prefilled_at: float = 0.0
+    """The step that computed the last prompt token ended."""
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One sequence for the engine."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    on_output: Callable[[TokenOutput], None]
+    """Called on the engine thread, once per token; must not block."""
+    cache_salt: str = ""
+    chain: TokenChain | None = None
+    """The prompt's chain; computed by the engine when None."""
+    load: bool = False
+    """Decode leg: after admission ask the hooks for the KV instead of computing it."""
+    offer: bool = False
+    """Prefill leg: after the last token hand the prompt's blocks to the hooks instead of freeing them."""
+    stats: PrefillStats = field(default_factory=PrefillStats)
+
+
+class KVHooks(Protocol):
+    """What the engine core asks of the handoff side. Called on the engine thread; must not block."""
+
+    def load_allocated(self, request_id: str, blocks: Sequence[int], cached_blocks: int) -> None:
+        """`blocks` are the prompt's blocks, ceil(prompt_tokens / block_size) of them; the first
+        `cached_blocks` hold content already, the rest await it.
+
+        The rest now belong to the handoff side until it answers with `load_finished` (they are the request's
+        again) or `load_failed` (the handoff side returns them through `release_blocks` once they are fenced;
+        the engine allocates others). The engine answers with exactly one `load_allocated` or
+        `load_skipped` for each request submitted with `load=True` that is not ended before.
+        """
+        ...
+
+    def load_skipped(self, request_id: str) -> None:
+        """The prefix cache holds all that a load could bring; the request runs on its own."""
+        ...
+
+    def load_abandoned(self, request_id: str) -> None:
+        """The request ended while loading. The awaited blocks stay with the handoff side until it returns
+        them through `release_blocks`; a later load_finished or load_failed for the request is ignored."""
+        ...
+
+    def offered(self, request_id: str, blocks: Sequence[int]) -> None:
+        """The prompt of an `offer=True` request is computed. One reference on each of `blocks` (the prompt's,
+        in order) now belongs to the handoff side, which returns it through `release_blocks`.
+
+        Comes before the request's last `on_output`; a request that ends without it made no offer.
+        """
+        ...
+
+
+class EngineControl(Protocol):
+    """What others may ask of the engine core. Thread-safe, none blocks."""
+
+    layout: KVLayout
+    max_model_len: int
+    """Tokens of prompt plus completion a request may have: the model's context or the pool, if smaller."""
+
+    def chain(self, token_ids: Sequence[int], cache_salt: str) -> TokenChain: ...
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError at once for one that can never run."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; it gets a last output with finish_reason `abort`. Unknown: no-op."""
+        ...
+
+    def load_finished(self, request_id: str, tokens: int) -> None:
+        """The first `tokens` prompt tokens' KV is in the request's blocks, verified."""
+        ...
+
+    def load_failed(self, request_id: str, reason: Reason) -> None:
+        """Nothing was loaded; compute the prompt in other blocks."""
+        ...
+
+    def release_blocks(self, blocks: Sequence[int]) -> None:
+        """Give back the references that `offered` or a failed or abandoned load left with the handoff side."""
+        ...
+
+    def load(self) -> dict[str, Any]:
+        """`running`, `waiting`, `loading` requests, and `blocks_total`, `blocks_free`, `blocks_cached`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """What one sequence does in one forward step."""
+
+    token_ids: Sequence[int]
+    """New tokens, one or more."""
+    start: int
+    """Position of the first new token: this many tokens have KV in the blocks already."""
+    block_table: Sequence[int]
+    """At least ceil((start + len(token_ids)) / block_size) blocks."""
+    logits: Literal["last", "all"] | None
+    """Which new tokens' logits are wanted."""
+
+
+class ModelRunner(Protocol):
+    """Runs the model on the pool's memory. Single-threaded: the engine thread's."""
+
+    layout: KVLayout
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[Any]:
+        """Write the new tokens' KV into their blocks; per step the wanted logits as a float32 tensor
+        `[rows, vocab_size]` (1 row for `last`), or None."""
+        ...

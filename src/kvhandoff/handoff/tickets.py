@@ -1,0 +1,117 @@
+"""Tickets: what an engine obeys. Made and signed by the router, short-lived, for one engine's one life.
+
+`not_after` is a reading of the *audience's* clock, which the router learns from the engine's own state
+reports: it takes the engine's `now` of a report, which is earlier than the moment the report arrives, and adds
+the time since it asked. So a ticket ends early rather than late, and no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from hashlib import blake2b, sha256
+from typing import Literal
+
+import msgspec
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.core.ids import HandoffKey, Identity
+from kvhandoff.handoff.messages import OfferDescriptor
+
+MissPolicy = Literal["recompute", "error"]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """One leg of one attempt of one request."""
+
+    leg: Literal["prefill", "decode", "local", "withdraw", "peers"]
+    """`prefill`: compute and offer; `decode`: read the offer and answer; `local`: answer alone;
+    `withdraw`: end the offer; `peers`: connect to these peers ahead of time."""
+    audience: Identity
+    not_after: float
+    """On the audience's own monotonic clock, seconds."""
+    key: HandoffKey
+    cache_salt: str = ""
+    """From the authenticated tenant and the client's own `cache_salt`; it overrides any in the body."""
+    offer: OfferDescriptor | None = None
+    """Decode leg: what to claim."""
+    on_miss: MissPolicy = "recompute"
+    """Decode leg: what to do when the offer can't be used."""
+    peers: tuple[str, ...] = ()
+    """Control addresses, for `peers`."""
+
+
+class BadTicket(RequestError):
+    """An unsigned, foreign, late or repeated ticket: refused with 403, nothing obeyed."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"kv_transfer_params: {why}; an engine obeys only tickets signed by its router",
+            status=403,
+            param="kv_transfer_params",
+            code="bad_ticket",
+            kind="permission_error",
+        )
+
+
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+class TicketKey:
+    """Signs and checks tickets with a key derived from the cluster key."""
+
+    def __init__(self, cluster_key: bytes) -> None:
+        self._key = blake2b(cluster_key, digest_size=32, person=b"kvh-ticket").digest()
+
+    def sign(self, ticket: Ticket) -> str:
+        """`payload.signature`, both base64url."""
+        payload = msgspec.msgpack.encode(ticket)
+        return f"{_text(payload)}.{_text(self._mac(payload))}"
+
+    def open(self, signed: object) -> Ticket:
+        """The ticket, its signature checked (audience and time are the engine's to check).
+
+        Raises BadTicket.
+        """
+        if not isinstance(signed, str) or signed.count(".") != 1:
+            raise BadTicket("ticket is not of the form payload.signature")
+        try:
+            payload, mac = (urlsafe_b64decode(part) for part in signed.split("."))
+        except ValueError as error:
+            raise BadTicket("ticket is not base64url") from error
+        if not hmac.compare_digest(mac, self._mac(payload)):
+            raise BadTicket("ticket is not signed with this cluster's key")
+        try:
+            return _decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            raise BadTicket(f"ticket can't be read ({error})") from error
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hmac.digest(self._key, payload, sha256)
+
+
+class TicketGate:
+    """One engine's check of tickets: for this life, in time, and once per leg and attempt."""
+
+    def __init__(self, key: TicketKey, me: Identity) -> None:
+        self._key = key
+        self._me = me
+        self._seen: dict[tuple[str, HandoffKey], float] = {}
+
+    def admit(self, signed: object, now: float) -> Ticket:
+        """The ticket, if this engine may obey it now (`now`: its own clock). Raises BadTicket."""
+        ticket = self._key.open(signed)
+        if ticket.audience != self._me:
+            raise BadTicket(f"ticket is for {ticket.audience}, this engine is {self._me}")
+        if now > ticket.not_after:
+            raise BadTicket(f"ticket ran out {now - ticket.not_after:.1f} s ago")
+        self._seen = {use: until for use, until in self._seen.items() if until >= now}
+        use = (ticket.leg, ticket.key)
+        if use in self._seen:
+            raise BadTicket(f"ticket for the {ticket.leg} leg of {ticket.key} was used before")
+        self._seen[use] = ticket.not_after
+        return ticket
+
+
+def _text(raw: bytes) -> str:
+    return urlsafe_b64encode(raw).decode()

@@ -1,0 +1,1 @@
+"""Data plane (moves KV blocks) and control plane (moves messages) between engines."""
