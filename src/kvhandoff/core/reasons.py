@@ -1,4 +1,4 @@
-"""Why a request did not take the path it might have taken. The one enum that metrics and records use (rule 7)."""
+"""Why a request did not take the path it might have taken: the one enum of metrics and records (rule 7)."""
 
 from __future__ import annotations
 

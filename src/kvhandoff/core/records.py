@@ -21,6 +21,8 @@ class LegRecord(msgspec.Struct, kw_only=True):
     epoch: str
     phases: dict[str, float] = {}
     """Seconds by phase, up to the first token (decode, local) or the response (prefill)."""
+    total_s: float = 0.0
+    """From the request read to the response complete, on this engine's clock."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in this engine's own prefix cache."""

@@ -1,8 +1,8 @@
 """The seams inside the embedded engine.
 
-    server (asyncio thread)  ──submit/abort──▶  EngineCore (engine thread)  ──forward──▶  ModelRunner
-    agent  (asyncio thread)  ◀──KVHooks───────  EngineCore
-    agent                    ──load_finished/load_failed/release_blocks──▶  EngineCore
+    server (asyncio thread)  ──Leg.submit───▶  agent (asyncio thread)
+    agent   ──submit/abort/load_finished/…──▶  EngineCore (engine thread)  ──forward──▶  ModelRunner
+    agent   ◀──KVHooks───────────────────────  EngineCore
 
 No torch in this file: the server, the agent and their tests import it without.
 """
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from kvhandoff.core.chain import TokenChain
+from kvhandoff.core.errors import RequestError
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.reasons import Reason
+from kvhandoff.core.records import BlockCounts, EngineState
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -63,7 +65,8 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     """The EOS or stop token that ended it; it is not part of the text."""
-    error: str | None = None
+    error: RequestError | None = None
+    """With finish_reason `error`: what the client is told."""
 
 
 @dataclass(slots=True)
@@ -160,7 +163,7 @@ class EngineControl(Protocol):
         ...
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Give back the references that `offered` or a failed or abandoned load left with the handoff side."""
+        """Return the references that `offered` or a failed or abandoned load left with the handoff side."""
         ...
 
     def load(self) -> dict[str, Any]:
@@ -193,4 +196,79 @@ class ModelRunner(Protocol):
     def forward(self, steps: Sequence[SequenceStep]) -> list[Any]:
         """Write the new tokens' KV into their blocks; per step the wanted logits as a float32 tensor
         `[rows, vocab_size]` (1 row for `last`), or None."""
+        ...
+
+
+class Leg(Protocol):
+    """One HTTP request's KV side, as the server sees it. Used on the asyncio thread only.
+
+    Calls come in this order: `tokenized`, `submit` (once), `submit_sibling` (n > 1), `first_token`, `finished`.
+    `finished` comes exactly once, whatever happens, also when nothing else did.
+    """
+
+    handoff_id: str
+    """What the response's `id` is made of."""
+    role: Literal["prefill", "decode", "local"]
+    """A `prefill` leg computes one token, never streams, and answers with `response_params`."""
+    prompt_token_ids: Sequence[int] | None
+    """Decode leg: the prefill engine's token ids, to be used instead of tokenizing again."""
+    cache_salt: str | None
+    """The router's salt; overrides the body's. None: no router, the body's counts."""
+
+    def tokenized(self) -> None:
+        """The prompt's token ids are known."""
+        ...
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hand the (first) sequence to the engine with this leg's load or offer. Raises RequestError."""
+        ...
+
+    def submit_sibling(self, request: EngineRequest) -> None:
+        """Another sequence of the same prompt (n > 1), submitted once the first one has its first token, so
+        that it finds the prompt in the prefix cache. Raises RequestError."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End one sequence, e.g. at a stop string."""
+        ...
+
+    def first_token(self) -> None:
+        """The first token is about to be given out."""
+        ...
+
+    def cached_tokens(self) -> int:
+        """What usage reports as `prompt_tokens_details.cached_tokens`: what a single engine would say."""
+        ...
+
+    async def response_params(self) -> dict[str, Any] | None:
+        """Prefill leg: `{"offer": OfferDescriptor | None, "prompt_token_ids": [...]}` as JSON-able values."""
+        ...
+
+    def finished(self, finish_reason: str | None, completion_tokens: int) -> None:
+        """The response is complete or given up; still running sequences of this leg are aborted."""
+        ...
+
+
+class Agent(Protocol):
+    """The engine's handoff side, as the server sees it. Used on the asyncio thread only."""
+
+    def leg(self, kv_transfer_params: object | None) -> Leg:
+        """Open a leg; call it when the request has been read. None: a plain request, served alone.
+
+        Raises BadTicket for anything but a ticket this engine may obey now.
+        """
+        ...
+
+    def state(self, after: int) -> EngineState: ...
+    def blocks(self) -> BlockCounts: ...
+    def withdraw(self, signed: object) -> None:
+        """End an offer nobody will come for, or the leg that would make it. Raises BadTicket."""
+        ...
+
+    def connect_peers(self, signed: object) -> None:
+        """Handshake with peers ahead of the first request. Raises BadTicket."""
+        ...
+
+    def metrics(self) -> bytes:
+        """Prometheus text format."""
         ...

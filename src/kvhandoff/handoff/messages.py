@@ -32,6 +32,8 @@ class OfferDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     n_tokens: int
     digest: str
     """`TokenChain.digest()` of the offered tokens."""
+    cached_tokens: int = 0
+    """How many of them the source found in its own prefix cache; reported in the answer's usage."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -123,5 +125,5 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(raw: bytes) -> Envelope:
-    """The message in `raw`. Raises ValueError (msgspec.DecodeError, ValidationError) on anything malformed."""
+    """The message in `raw`. Raises msgspec.DecodeError, a ValueError, on anything malformed."""
     return _decoder.decode(raw)

@@ -1,8 +1,8 @@
 """Tickets: what an engine obeys. Made and signed by the router, short-lived, for one engine's one life.
 
-`not_after` is a reading of the *audience's* clock, which the router learns from the engine's own state
-reports: it takes the engine's `now` of a report, which is earlier than the moment the report arrives, and adds
-the time since it asked. So a ticket ends early rather than late, and no two clocks are compared.
+`not_after` is a reading of the *audience's* clock. The router learns that clock from the engine's own state
+reports: an engine's `now` is read before its report arrives, so that reading plus the time since the arrival
+never runs ahead of the engine. So a ticket ends early rather than late, and no two clocks are compared.
 """
 
 from __future__ import annotations
