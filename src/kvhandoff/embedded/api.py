@@ -202,7 +202,7 @@ class ModelRunner(Protocol):
 class Leg(Protocol):
     """One HTTP request's KV side, as the server sees it. Used on the asyncio thread only.
 
-    Calls come in this order: `tokenized`, `submit` (once), `submit_sibling` (n > 1), `first_token`, `finished`.
+    Calls come in this order: `tokenized`, `submit` once, `submit_sibling` (n > 1), `first_token`, `finished`.
     `finished` comes exactly once, whatever happens, also when nothing else did.
     """
 
