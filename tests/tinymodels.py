@@ -151,8 +151,8 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
         _CORPUS,
         trainers.BpeTrainer(
