@@ -61,36 +61,40 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
-    """A reader names its own chain and asks to read the offer. Repeating it renews the claim's lease."""
+    """A reader names its own chain and asks to read an offer. Sent again, it renews the claim's lease."""
 
-    key: HandoffKey
+    offer: HandoffKey
+    reader: HandoffKey
+    """The read it is for: one engine may read an offer again under a later attempt."""
     chain: TokenChain
     seq: int
-    """Counts the reader's claims under this key; the answer repeats it, so that a lease is counted from the
-    sending of the very message that was answered."""
+    """Counts this read's claims. The answer repeats it, so that the reader counts the lease from the sending
+    of the very message that was answered."""
 
 
 class ClaimGranted(msgspec.Struct, frozen=True, kw_only=True, tag="claim_granted"):
     """The offer has lived since it was made; its first `matched_tokens` are pinned for `lease_s` from now."""
 
-    key: HandoffKey
+    offer: HandoffKey
+    reader: HandoffKey
     seq: int
     matched_tokens: int
     lease_s: float
 
 
 class ClaimDeclined(msgspec.Struct, frozen=True, kw_only=True, tag="claim_declined"):
-    """The offer is gone or stands for other tokens. Nothing read under this key may be used."""
+    """The offer is gone or stands for other tokens. Nothing read under it may be used."""
 
-    key: HandoffKey
-    seq: int
+    offer: HandoffKey
+    reader: HandoffKey
     reason: Reason
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """The reader reads no more. `done` ends the offer too: nobody else will come for it."""
 
-    key: HandoffKey
+    offer: HandoffKey
+    reader: HandoffKey
     done: bool
 
 
