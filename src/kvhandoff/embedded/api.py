@@ -189,6 +189,8 @@ class ModelRunner(Protocol):
     """Runs the model on the pool's memory. Single-threaded: the engine thread's."""
 
     layout: KVLayout
+    model_fingerprint: str
+    """Equal on two engines only when the same tokens give the same KV: the model's part of every chain."""
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
