@@ -17,6 +17,8 @@ class Phase(StrEnum):
 
     ROUTE = "route"
     """Router: read the request, choose the path, build the legs."""
+    RETRY = "retry"
+    """Router: attempts that came to nothing, and undoing them."""
     PREFILL_NETWORK = "prefill_network"
     """Prefill leg as the router sees it, minus what the prefill engine accounts for."""
     PREFILL_TOKENIZE = "prefill_tokenize"

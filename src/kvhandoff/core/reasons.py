@@ -44,6 +44,7 @@ class Reason(StrEnum):
     PEER_UNREACHABLE = "peer_unreachable"
     PEER_LOST = "peer_lost"
     BAD_REFERENCE = "bad_reference"
+    NO_DECODE_ENGINE = "no_decode_engine"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
     CLIENT_ABORTED = "client_aborted"
