@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import Any
+
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+_short.maxlist = _short.maxdict = 4
 
 
 class KVHandoffError(Exception):
@@ -40,10 +45,7 @@ class RequestError(KVHandoffError):
 
 def invalid(field: str, value: object, allowed: str, *, code: str | None = None) -> RequestError:
     """A 400 that names the field, the value and what is allowed."""
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return RequestError(f"{field}: got {shown}, allowed is {allowed}", param=field, code=code)
+    return RequestError(f"{field}: got {_short.repr(value)}, allowed is {allowed}", param=field, code=code)
 
 
 def unavailable(message: str, *, code: str) -> RequestError:

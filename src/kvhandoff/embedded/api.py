@@ -145,6 +145,11 @@ class EngineControl(Protocol):
     max_model_len: int
     """Tokens of prompt plus completion a request may have: the model's context or the pool, if smaller."""
 
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken."""
+        ...
+
     def chain(self, token_ids: Sequence[int], cache_salt: str) -> TokenChain: ...
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError at once for one that can never run."""
