@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from kvhandoff.core.errors import KVHandoffError
 from kvhandoff.core.ids import Identity
@@ -46,7 +46,12 @@ class Region(Protocol):
 
 
 class Handle(Protocol):
-    """One posted transfer; what it holds is the data plane's own business."""
+    """One posted transfer; what else it holds is the data plane's own business."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it FAILED, in words; None before and otherwise."""
+        ...
 
 
 class DataPlane(Protocol):
@@ -82,14 +87,23 @@ class DataPlane(Protocol):
         """
         ...
 
-    def poll(self, handle: Handle) -> TransferState:
-        """Where the transfer stands. After DONE or FAILED the handle is released."""
+    def poll(self, handle: Any) -> TransferState:
+        """Where the transfer stands that this plane's `post` returned `handle` for. Never raises; once it is
+        DONE or FAILED, it stays so and holds nothing."""
+        ...
+
+    @property
+    def service_interval(self) -> float | None:
+        """Seconds until the next call of `service` is due; None while there is nothing to do."""
         ...
 
     def service(self) -> None:
-        """What an idle data plane must do from time to time (e.g. accept connections); cheap."""
+        """What an idle data plane must do from time to time (e.g. let go of dead peers); cheap."""
         ...
 
     def close(self) -> None:
-        """Release everything. Transfers in flight are drained first."""
+        """Release everything. Transfers in flight are drained first.
+
+        Raises TransportError if some can't be: then nothing is released, since their bytes may still land.
+        """
         ...

@@ -1,0 +1,363 @@
+"""The data plane over NIXL (UCX backend, host memory): any hosts, any network that UCX knows.
+
+What fences: `DONE`, an error, or the end of the peer's process, and nothing else. Releasing a transfer's
+handle or removing the peer while it is in flight does not stop its bytes from landing. So a handle is
+released only after it is done or has failed, a peer is removed only when nothing of it is in flight, and
+the agent is never destroyed before that.
+
+NIXL's Python wrapper is not used: it hard-codes a progress thread that burns a core, and its descriptor
+helpers unpickle. The bindings beneath it take plain numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import msgspec
+
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.ids import Identity
+from kvhandoff.core.spans import Copy
+from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
+from kvhandoff.transport.bounds import check_block_bytes, oriented
+from kvhandoff.transport.region import address_of
+
+_log = logging.getLogger(__name__)
+
+PROGRESS_DELAY_US = 1000
+"""The progress thread's sleep. It accepts connections, and over TCP serves reads, while this engine computes,
+without the GIL. Measured idle: 1 ms costs 1-2 % of a core, no sleep a whole core; polling from Python each
+millisecond instead costs 4 %, and then a peer's first transfer waits for a busy interpreter."""
+
+DRAIN_S = 5.0
+"""How long `close` waits for transfers in flight."""
+
+_WARM_UP_INTERVAL = 0.01
+
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+
+class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nixl"):
+    """An agent, and the region it has registered."""
+
+    agent_name: str
+    agent_metadata: bytes
+    """NIXL's own format: connection information and keys of registered memory."""
+    checksum: bytes
+    """Of `agent_metadata`: NIXL takes damaged addresses and keys for good ones."""
+    address: _Positive
+    num_blocks: _Positive
+    block_bytes: _Positive
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Metadata)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A connected agent."""
+
+    identity: Identity
+    num_blocks: int
+    blocks: int
+    """Prepared descriptor list, one descriptor per block of the peer's region."""
+    in_flight: int = 0
+    broken: bool = False
+    """A transfer reported the connection lost. It does not come back: connect anew."""
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """A posted transfer. `native` is NIXL's handle, released and None as soon as the state is final."""
+
+    peer: _Peer
+    native: int | None = None
+    state: TransferState = TransferState.PENDING
+    error: str | None = None
+
+
+class NixlPlane:
+    """Implements `api.DataPlane`. One thread owns it: NIXL agents don't lock."""
+
+    kind = "nixl"
+
+    def __init__(self, me: Identity) -> None:
+        """Start an agent (about 0.5 s). Its name has the epoch in it, so that a restarted engine is another.
+
+        Raises ConfigError if NIXL is not installed or its UCX backend can't be started.
+        """
+        try:
+            self._nixl: Any = importlib.import_module("nixl_cu12._bindings")
+        except ImportError as error:
+            raise ConfigError(
+                f"transport: nixl can't be loaded ({error}); install kvhandoff[nixl] or use shm"
+            ) from error
+        names = [name for name in dir(self._nixl) if name.startswith("nixl") and name.endswith("Error")]
+        self._errors: tuple[type[Exception], ...] = tuple(getattr(self._nixl, name) for name in names)
+        self._me = me
+        self._agent = self._start_agent()
+        self._region: Region | None = None
+        self._metadata = b""
+        self._registered: list[Any] = []
+        self._blocks = 0
+        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
+        self._peers: dict[Identity, _Peer] = {}
+        self._leaving: dict[Identity, _Peer] = {}
+        """Disconnected with transfers in flight."""
+        self._in_flight: set[_Transfer] = set()
+        self._warm_ups: set[_Transfer] = set()
+
+    def _start_agent(self) -> Any:
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = PROGRESS_DELAY_US
+        config.useListenThread = False
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
+        config.captureTelemetry = False
+        try:
+            agent = self._nixl.nixlAgent(str(self._me), config)
+            self._backends = [agent.createBackend("UCX", {})]
+        except self._errors as error:
+            raise ConfigError(f"transport: NIXL's UCX backend can't be started ({error})") from error
+        return agent
+
+    def register(self, region: Region) -> None:
+        self._region = region
+        self._register(region.address, region.num_blocks * region.block_bytes)
+        agent_metadata = self._agent.getLocalMD()
+        self._metadata = _encoder.encode(
+            _Metadata(
+                str(self._me),
+                agent_metadata,
+                _checksum(agent_metadata),
+                region.address,
+                region.num_blocks,
+                region.block_bytes,
+            )
+        )
+        self._register(address_of(self._scratch), mmap.PAGESIZE)  # after getLocalMD: not for peers
+        self._blocks = self._prepare(
+            self._nixl.NIXL_INIT_AGENT, region.address, region.num_blocks, region.block_bytes
+        )
+
+    def _register(self, address: int, size: int) -> None:
+        descriptor = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
+        try:
+            self._agent.registerMem(descriptor, self._backends)
+        except self._errors as error:
+            raise TransportError(f"NIXL can't register {size} bytes of memory ({error})") from error
+        self._registered.append(descriptor)
+
+    def _prepare(self, agent_name: str, address: int, count: int, size: int) -> int:
+        """Prepared descriptors of `count` blocks of `size` bytes. A transfer picks from them by index, which
+        makes 1000 scattered blocks ready in 0.14 ms; descriptors made for each transfer take 0.38 ms. NIXL
+        merges neighbours by itself."""
+        blocks = [(address + block * size, size, 0) for block in range(count)]
+        descriptors = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, blocks)
+        handle: int = self._agent.prepXferDlist(agent_name, descriptors, self._backends)
+        return handle
+
+    def metadata(self) -> bytes:
+        self._my_region()
+        return self._metadata
+
+    def connect(self, peer: Identity, metadata: bytes) -> None:
+        """Also starts a one-byte read, so that the wires are up when the first block moves."""
+        if peer in self._peers:
+            if not self._peers[peer].broken:
+                return
+            self.disconnect(peer)
+        if peer in self._leaving:
+            raise TransportError(f"connect {peer}: transfers of an earlier connection are in flight")
+        facts = self._check(peer, metadata)
+        self._load(peer, facts)
+        where = f"{facts.num_blocks} blocks at {facts.address:#x}"
+        try:
+            # Whether the region is the peer's to give is checked as one range, before a list of
+            # `num_blocks` is built: a number that a peer made up costs nothing.
+            size = facts.num_blocks * facts.block_bytes
+            self._agent.releasedDlistH(self._prepare(str(peer), facts.address, 1, size))
+            blocks = self._prepare(str(peer), facts.address, facts.num_blocks, facts.block_bytes)
+        except self._errors as error:
+            self._agent.invalidateRemoteMD(str(peer))
+            raise TransportError(f"connect {peer}: {where} are not registered there ({error})") from error
+        self._peers[peer] = _Peer(peer, facts.num_blocks, blocks)
+        try:
+            self._warm_up(self._peers[peer], facts.address)
+        except TransportError:
+            self.disconnect(peer)
+            raise
+
+    def _check(self, peer: Identity, metadata: bytes) -> _Metadata:
+        try:
+            facts = _decoder.decode(metadata)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"connect {peer}: malformed nixl metadata ({error})") from error
+        if facts.agent_name != str(peer):
+            raise TransportError(f"connect {peer}: the metadata are those of {facts.agent_name}")
+        if facts.checksum != _checksum(facts.agent_metadata):
+            raise TransportError(f"connect {peer}: damaged nixl metadata (checksum)")
+        if facts.address + facts.num_blocks * facts.block_bytes > 2**63:
+            raise TransportError(f"connect {peer}: malformed nixl metadata (region beyond memory)")
+        check_block_bytes(peer, self._my_region().block_bytes, facts.block_bytes)
+        return facts
+
+    def _load(self, peer: Identity, facts: _Metadata) -> None:
+        try:
+            loaded = self._agent.loadRemoteMD(facts.agent_metadata).decode()
+        except self._errors as error:
+            raise TransportError(
+                f"connect {peer}: NIXL refuses its metadata or can't reach it ({error})"
+            ) from error
+        if loaded != str(peer):
+            if loaded not in map(str, [*self._peers, *self._leaving]):
+                self._agent.invalidateRemoteMD(loaded)
+            raise TransportError(f"connect {peer}: the metadata are those of agent {loaded}")
+
+    def _warm_up(self, peer: _Peer, address: int) -> None:
+        dram = self._nixl.DRAM_SEG
+        here = self._nixl.nixlXferDList(dram, [(address_of(self._scratch), 1, 0)])
+        there = self._nixl.nixlXferDList(dram, [(address, 1, 0)])
+        try:
+            native = self._agent.createXferReq(
+                self._nixl.NIXL_READ, here, there, str(peer.identity), "", self._backends
+            )
+        except self._errors as error:
+            raise self._refused(peer, f"connect {peer.identity}", error) from error
+        first_read = self._start(peer, native)
+        if first_read.state is TransferState.FAILED:
+            raise TransportError(f"connect {peer.identity}: unreachable ({first_read.error})")
+        self._warm_ups.add(first_read)
+
+    def disconnect(self, peer: Identity) -> None:
+        connected = self._peers.pop(peer, None)
+        if connected is None:
+            return
+        if connected.in_flight:
+            self._leaving[peer] = connected
+        else:
+            self._remove(connected)
+
+    def _remove(self, peer: _Peer) -> None:
+        self._agent.releasedDlistH(peer.blocks)
+        self._agent.invalidateRemoteMD(str(peer.identity))
+
+    def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Transfer:
+        connected = self._peers.get(peer)
+        if connected is None:
+            raise TransportError(f"{operation} {peer}: not connected")
+        if connected.broken:
+            raise TransportError(f"{operation} {peer}: the connection is lost")
+        checked = oriented(
+            operation,
+            copies,
+            peer=peer,
+            local_blocks=self._my_region().num_blocks,
+            remote_blocks=connected.num_blocks,
+        )
+        if not checked:
+            return _Transfer(connected, state=TransferState.DONE)
+        native_operation = self._nixl.NIXL_READ if operation == "read" else self._nixl.NIXL_WRITE
+        here = [block for first, _, count in checked for block in range(first, first + count)]
+        there = [block for _, first, count in checked for block in range(first, first + count)]
+        try:
+            native = self._agent.makeXferReq(
+                native_operation, self._blocks, here, connected.blocks, there, "", self._backends
+            )
+        except self._errors as error:
+            raise self._refused(connected, f"{operation} {peer}", error) from error
+        return self._start(connected, native)
+
+    def _refused(self, peer: _Peer, what: str, error: Exception) -> TransportError:
+        peer.broken |= isinstance(error, self._nixl.nixlRemoteDisconnectError)
+        return TransportError(f"{what}: NIXL refuses the transfer ({error})")
+
+    def _start(self, peer: _Peer, native: int) -> _Transfer:
+        transfer = _Transfer(peer, native)
+        peer.in_flight += 1
+        self._in_flight.add(transfer)
+        self._advance(transfer, self._agent.postXferReq)
+        return transfer
+
+    def poll(self, handle: _Transfer) -> TransferState:
+        if handle.native is not None:
+            self._advance(handle, self._agent.getXferStatus)
+        return handle.state
+
+    def _advance(self, transfer: _Transfer, ask: Any) -> None:
+        """Ask NIXL for the transfer's status, and let go of its handle once that is final."""
+        try:
+            status = ask(transfer.native)
+        except self._errors as error:
+            transfer.peer.broken |= isinstance(error, self._nixl.nixlRemoteDisconnectError)
+            transfer.error = f"NIXL: {error}"
+        else:
+            if status == self._nixl.NIXL_IN_PROG:
+                return
+            if status != self._nixl.NIXL_SUCCESS:
+                transfer.error = f"NIXL: {status}"
+        transfer.state = TransferState.DONE if transfer.error is None else TransferState.FAILED
+        native, transfer.native = transfer.native, None
+        try:
+            self._agent.releaseXferReq(native)
+        except self._errors as error:
+            _log.warning("a finished transfer's handle can't be released: %s", error)
+        self._in_flight.discard(transfer)
+        peer = transfer.peer
+        peer.in_flight -= 1
+        if peer.in_flight == 0 and self._leaving.get(peer.identity) is peer:
+            del self._leaving[peer.identity]
+            self._remove(peer)
+
+    @property
+    def service_interval(self) -> float | None:
+        """None but for the moments after a connect: the progress thread needs no help."""
+        return _WARM_UP_INTERVAL if self._warm_ups else None
+
+    def service(self) -> None:
+        """See how the first reads of new connections ended."""
+        for warm_up in list(self._warm_ups):
+            if self.poll(warm_up) is TransferState.PENDING:
+                continue
+            self._warm_ups.discard(warm_up)
+            if warm_up.state is TransferState.FAILED:
+                _log.warning("peer %s can't be reached: %s", warm_up.peer.identity, warm_up.error)
+                warm_up.peer.broken = True
+
+    def close(self) -> None:
+        """Waits up to DRAIN_S for transfers in flight.
+
+        Raises TransportError if some remain. Nothing is released then; keep this object, since its agent goes
+        with it, until the process ends.
+        """
+        deadline = time.monotonic() + DRAIN_S
+        while self._in_flight and time.monotonic() < deadline:
+            for transfer in list(self._in_flight):
+                self.poll(transfer)
+            time.sleep(0.001)
+        if self._in_flight:
+            raise TransportError(f"{len(self._in_flight)} transfers are in flight after {DRAIN_S} s")
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        if self._region is not None:
+            self._agent.releasedDlistH(self._blocks)
+        for descriptor in self._registered:
+            self._agent.deregisterMem(descriptor, self._backends)
+        self._region, self._registered, self._agent = None, [], None
+
+    def _my_region(self) -> Region:
+        if self._region is None:
+            raise TransportError("nixl: no region is registered")
+        return self._region
+
+
+def _checksum(agent_metadata: bytes) -> bytes:
+    return blake2b(agent_metadata, digest_size=16).digest()
