@@ -46,18 +46,22 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     data_plane: str
     """`nixl` or `shm`."""
     data_plane_metadata: bytes
+    nonce: int = 0
+    """Counts the sender's handshakes; repeated in the answer, so that a former life's is known."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The answer to a compatible `Hello`: the same facts of the answering side."""
+    """The answer to a compatible `Hello`: the same facts of the answering side, and the asker's nonce."""
 
     hello: Hello
+    nonce: int
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """The answer to an incompatible `Hello`: what differs, both sides' values in words."""
 
     detail: str
+    nonce: int
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
@@ -79,6 +83,8 @@ class ClaimGranted(msgspec.Struct, frozen=True, kw_only=True, tag="claim_granted
     reader: HandoffKey
     seq: int
     matched_tokens: int
+    spans: tuple[Span, ...]
+    """The offer's blocks as the source knows them; a reader that read others uses nothing."""
     lease_s: float
 
 

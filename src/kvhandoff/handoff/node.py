@@ -89,7 +89,7 @@ class HandoffNode:
             case TransferLanded():
                 return self.reads.landed(now, event.read)
             case TransferFailed():
-                return self.reads.failed(event.read, event.error)
+                return self.reads.failed(now, event.read, event.error)
             case PeerWanted():
                 return self.peers.wanted(now, event.address)
             case PeerConnected():
@@ -130,11 +130,9 @@ class HandoffNode:
             case Hello():
                 return self.peers.greeted(sender, envelope.reply_to, body)
             case Welcome():
-                return self._peers_changed(
-                    now, self.peers.welcomed(now, sender, envelope.reply_to, body.hello)
-                )
+                return self._peers_changed(now, self.peers.welcomed(now, sender, envelope.reply_to, body))
             case Refused():
-                return self._peers_changed(now, self.peers.refused(envelope.reply_to, body.detail))
+                return self._peers_changed(now, self.peers.refused(envelope.reply_to, body))
             case WrongEpoch():
                 return self._peers_changed(now, self.peers.wrong_epoch(body.wanted))
             case Claim():
@@ -149,7 +147,7 @@ class HandoffNode:
     def _peers_changed(self, now: float, changes: Changes) -> list[Effect]:
         effects = list(changes.effects)
         for life in changes.ended:
-            effects += self.reads.peer_ended(life)
+            effects += self.reads.peer_ended(now, life)
         for peer in changes.up:
             effects += self.reads.peer_up(now, peer)
         for gone in changes.unusable:

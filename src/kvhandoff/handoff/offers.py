@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
+from kvhandoff.core.spans import to_spans
 from kvhandoff.handoff.events import Effect, FreeBlocks, Noted, Send
 from kvhandoff.handoff.messages import Claim, ClaimDeclined, ClaimGranted, Release
 from kvhandoff.handoff.settings import HandoffSettings
@@ -115,7 +116,12 @@ class OfferLedger:
         lease = self._settings.claim_lease_s
         offer.claims[reader] = now + lease
         answer = ClaimGranted(
-            offer=claim.offer, reader=claim.reader, seq=claim.seq, matched_tokens=matched, lease_s=lease
+            offer=claim.offer,
+            reader=claim.reader,
+            seq=claim.seq,
+            matched_tokens=matched,
+            spans=to_spans(offer.blocks),
+            lease_s=lease,
         )
         return [*effects, Send(reply_to, sender, answer)]
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from kvhandoff.core.ids import EngineId, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.events import ConnectPeer, DisconnectPeer, Effect, Send
@@ -48,6 +50,7 @@ class Peer:
     """GREETING and CONNECTING: when it counts as unreachable."""
     retry_at: float
     retry_s: float
+    nonce: int
     identity: Identity | None = None
     num_blocks: int = 0
 
@@ -90,6 +93,7 @@ class PeerBook:
         self._hello = hello
         self._settings = settings
         self._peers: dict[str, Peer] = {}
+        self._handshakes = 0
         self._lives: dict[EngineId, Identity] = {}
         """The life of each engine that the data plane was told of; at most one each."""
 
@@ -110,21 +114,24 @@ class PeerBook:
         if peer is not None and (peer.state is not PeerState.UP or identity in (None, peer.identity)):
             return []
         settings = self._settings
-        peer = Peer(address, PeerState.GREETING, now + settings.handshake_s, now, settings.retry_s)
+        self._handshakes += 1
+        deadline = now + settings.handshake_s
+        peer = Peer(address, PeerState.GREETING, deadline, now, settings.retry_s, self._handshakes)
         self._peers[address] = peer
         return [self._greet(now, peer)]
 
     def greeted(self, sender: Identity, reply_to: str, hello: Hello) -> list[Effect]:
         """Answer a peer's hello."""
         difference = incompatibility(self._hello, hello)
-        body = Welcome(hello=self._hello) if difference is None else Refused(detail=difference)
-        return [Send(reply_to, sender, body)]
+        if difference is not None:
+            return [Send(reply_to, sender, Refused(detail=difference, nonce=hello.nonce))]
+        return [Send(reply_to, sender, Welcome(hello=self._hello, nonce=hello.nonce))]
 
-    def welcomed(self, now: float, sender: Identity, address: str, hello: Hello) -> Changes:
+    def welcomed(self, now: float, sender: Identity, address: str, welcome: Welcome) -> Changes:
         """A life answered at `address`."""
-        changes = Changes()
-        peer = self._peers.get(address)
-        if peer is None or peer.state is not PeerState.GREETING:
+        changes, hello = Changes(), welcome.hello
+        peer = self._greeting(address, welcome.nonce)
+        if peer is None:
             return changes
         former = self._lives.get(sender.engine_id)
         if former not in (None, sender):
@@ -138,12 +145,12 @@ class PeerBook:
         changes.effects.append(ConnectPeer(sender, hello.data_plane_metadata))
         return changes
 
-    def refused(self, address: str, detail: str) -> Changes:
+    def refused(self, address: str, refusal: Refused) -> Changes:
         """The peer won't move KV with this engine."""
-        peer = self._peers.get(address)
-        if peer is None or peer.state is not PeerState.GREETING:
+        peer = self._greeting(address, refusal.nonce)
+        if peer is None:
             return Changes()
-        return self._drop(peer, Reason.HANDSHAKE_REFUSED, f"refused by the peer: {detail}", Changes())
+        return self._drop(peer, Reason.HANDSHAKE_REFUSED, f"refused by the peer: {refusal.detail}", Changes())
 
     def connected(self, identity: Identity, error: str | None) -> Changes:
         """The data plane's answer to `ConnectPeer`."""
@@ -187,7 +194,11 @@ class PeerBook:
     def _greet(self, now: float, peer: Peer) -> Send:
         peer.retry_at = now + peer.retry_s
         peer.retry_s *= 2
-        return Send(peer.address, None, self._hello)
+        return Send(peer.address, None, msgspec.structs.replace(self._hello, nonce=peer.nonce))
+
+    def _greeting(self, address: str, nonce: int) -> Peer | None:
+        peer = self._peers.get(address)
+        return peer if peer and peer.state is PeerState.GREETING and peer.nonce == nonce else None
 
     def _end(self, life: Identity, changes: Changes) -> None:
         del self._lives[life.engine_id]

@@ -11,6 +11,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     ASKED      granted                          trust until the asking     GRANTED
                                                 + lease − margin
     ASKED      declined                         miss: why                  (ended)
+    ASKED      granted, other blocks            miss: bad_reference        (ended)
     ASKED      deadline                         miss: claim_timeout        (ended)
     GRANTED    renewal due                      send claim                 GRANTED
     GRANTED    granted                          trust longer               GRANTED
@@ -129,9 +130,9 @@ class ReadLedger:
         if source in self._unfenced.values():
             detail = f"an earlier read from {source} timed out and has no fence yet"
             return self._miss(read, Reason.PEER_UNREACHABLE, detail)
-        address = read.descriptor.control_address
-        peer = self._peers.up(address, source)
-        return self._peers.wanted(now, address, source) if peer is None else self._ask(now, read)
+        if self._peers.up(read.descriptor.control_address, source) is None:
+            return self._greet(now, read)
+        return self._ask(now, read)
 
     def allocated(self, now: float, event: ReadAllocated) -> list[Effect]:
         """The engine has blocks for the prompt; a read that has ended meanwhile needs none."""
@@ -155,7 +156,7 @@ class ReadLedger:
         read.landed_at = now
         return self._resolve(read)
 
-    def failed(self, key: HandoffKey, error: str) -> list[Effect]:
+    def failed(self, now: float, key: HandoffKey, error: str) -> list[Effect]:
         """The fence of a transfer that did not."""
         read = self._reads.get(key)
         if read is None or not read.in_flight:
@@ -165,7 +166,7 @@ class ReadLedger:
         effects = self._miss(read, Reason.TRANSFER_FAILED, f"from {source}: {error}")
         if not any(other.in_flight and other.descriptor.source == source for other in self._reads.values()):
             effects += self._peers.lost(source)
-            effects += self.peer_ended(source, Reason.PEER_LOST)
+            effects += self.peer_ended(now, source, Reason.PEER_LOST)
         return effects
 
     # --------------------------------------------------------------------------------- the peer's events
@@ -173,9 +174,9 @@ class ReadLedger:
     def peer_up(self, now: float, peer: Peer) -> list[Effect]:
         """The handshake is complete: claim and read what waited for it."""
         effects: list[Effect] = []
-        for read in self._waiting(peer.address):
+        for read in self._unposted(peer.address):
             if read.descriptor.source == peer.identity:
-                effects += self._ask(now, read)
+                effects += self._ask(now, read) if read.seq == 0 else self._post(now, read)
             else:
                 detail = f"offered by {read.descriptor.source}, {peer.identity} answers at {peer.address}"
                 effects += self._miss(read, Reason.EPOCH_CHANGED, detail)
@@ -183,18 +184,26 @@ class ReadLedger:
 
     def peer_unusable(self, address: str, reason: Reason, detail: str) -> list[Effect]:
         """No handshake with whoever is at `address`."""
-        return [effect for read in self._waiting(address) for effect in self._miss(read, reason, detail)]
+        return [effect for read in self._unposted(address) for effect in self._miss(read, reason, detail)]
 
-    def peer_ended(self, life: Identity, reason: Reason = Reason.EPOCH_CHANGED) -> list[Effect]:
+    def peer_ended(self, now: float, life: Identity, reason: Reason = Reason.EPOCH_CHANGED) -> list[Effect]:
         """Nothing more will come from the source of these reads."""
         reads = [read for read in self._reads.values() if read.descriptor.source == life]
-        return [effect for read in reads for effect in self._miss(read, reason, f"{life} is gone")]
+        effects = [effect for read in reads for effect in self._miss(read, reason, f"{life} is gone")]
+        # Its handshake may be the one that reads from the life after it wait for.
+        for read in self._reads.values():
+            if read.read_deadline is None:
+                effects += self._greet(now, read)
+        return effects
 
     def granted(self, now: float, sender: Identity, answer: ClaimGranted) -> list[Effect]:
         """The offer stands for `matched_tokens` of the request and is pinned."""
         read = self._reads.get(answer.reader)
         if read is None or sender != read.descriptor.source or answer.seq not in read.asked_at:
             return []
+        if answer.spans != read.descriptor.spans:
+            detail = f"described as blocks {read.descriptor.spans}, {sender} has {answer.spans}"
+            return self._miss(read, Reason.BAD_REFERENCE, detail)
         asked_at = read.asked_at[answer.seq]
         read.asked_at = {seq: at for seq, at in read.asked_at.items() if seq > answer.seq}
         known = read.chain.n_tokens if read.matched_tokens is None else read.matched_tokens
@@ -233,9 +242,11 @@ class ReadLedger:
     def _post(self, now: float, read: _Read) -> list[Effect]:
         """Post once there are blocks and a peer; before the grant only if digests promise a full match."""
         descriptor = read.descriptor
-        peer = self._peers.up(descriptor.control_address, descriptor.source)
-        if read.blocks is None or peer is None or read.read_deadline is not None:
+        if read.blocks is None or read.read_deadline is not None:
             return []
+        peer = self._peers.up(descriptor.control_address, descriptor.source)
+        if peer is None:
+            return self._greet(now, read)
         if read.matched_tokens is None and descriptor.digest != read.chain.digest():
             return []
         if any(
@@ -309,8 +320,13 @@ class ReadLedger:
         release = Release(offer=read.descriptor.key, reader=read.key, done=done)
         return Send(read.descriptor.control_address, read.descriptor.source, release)
 
-    def _waiting(self, address: str) -> list[_Read]:
-        return [r for r in self._reads.values() if r.seq == 0 and r.descriptor.control_address == address]
+    def _greet(self, now: float, read: _Read) -> list[Effect]:
+        """No read waits for a peer without a handshake under way, which has a deadline."""
+        return self._peers.wanted(now, read.descriptor.control_address, read.descriptor.source)
+
+    def _unposted(self, address: str) -> list[_Read]:
+        reads = self._reads.values()
+        return [r for r in reads if r.read_deadline is None and r.descriptor.control_address == address]
 
 
 def _times(read: _Read) -> list[float]:
