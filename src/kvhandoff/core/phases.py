@@ -7,6 +7,7 @@ of one machine's clock is compared with another's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from kvhandoff.core.clock import Clock
@@ -66,3 +67,18 @@ class PhaseTimer:
     def total(self) -> float:
         """Seconds between the start and the last mark; equals the sum of the phases."""
         return self._last - self.started
+
+
+def cut(started: float, marks: Iterable[tuple[Phase, float | None]]) -> dict[str, float]:
+    """Seconds by phase from readings of one clock taken here and there: each mark is when its phase ended.
+
+    A mark that is missing, or earlier than one before it, takes no time: phases that ran side by side are
+    charged to the one that ended last. The sum is the span from `started` to the latest mark.
+    """
+    seconds: dict[str, float] = {}
+    last = started
+    for phase, ended in marks:
+        if ended is not None:
+            seconds[phase] = max(0.0, ended - last)
+            last = max(last, ended)
+    return seconds

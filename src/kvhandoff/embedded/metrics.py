@@ -1,0 +1,67 @@
+"""What an engine counts for Prometheus. A reason is counted where it happened, by its own name and kind."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvhandoff.core.reasons import Reason
+from kvhandoff.core.records import BlockCounts, LegRecord
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+
+class EngineMetrics:
+    """One engine's registry."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._legs = Counter(
+            "kvhandoff_engine_legs", "Legs served", ["leg", "kv_source", "finish_reason"], registry=registry
+        )
+        self._reasons = Counter(
+            "kvhandoff_engine_reasons", "Fallbacks and ends, by reason", ["reason", "kind"], registry=registry
+        )
+        self._tokens = Counter(
+            "kvhandoff_engine_prompt_tokens",
+            "Prompt tokens, by where their KV came from",
+            ["source"],
+            registry=registry,
+        )
+        self._bytes = Counter("kvhandoff_engine_transfer_bytes", "KV bytes moved", registry=registry)
+        self._descriptors = Counter(
+            "kvhandoff_engine_transfer_descriptors", "Contiguous copies they were made of", registry=registry
+        )
+        self._phases = Histogram(
+            "kvhandoff_engine_phase_seconds",
+            "Time of each phase up to the first token",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._blocks = Gauge("kvhandoff_engine_blocks", "KV blocks, by state", ["state"], registry=registry)
+        self._requests = Gauge(
+            "kvhandoff_engine_requests", "Requests, by state", ["state"], registry=registry
+        )
+
+    def reason(self, reason: Reason) -> None:
+        """One more of this reason."""
+        self._reasons.labels(reason, reason.kind).inc()
+
+    def leg(self, record: LegRecord) -> None:
+        """One leg is over."""
+        self._legs.labels(record.leg, record.kv_source, record.finish_reason or "none").inc()
+        self._tokens.labels("cached").inc(record.cached_tokens)
+        self._tokens.labels("transferred").inc(record.transferred_tokens)
+        self._tokens.labels("computed").inc(record.computed_tokens)
+        self._bytes.inc(record.bytes)
+        self._descriptors.inc(record.descriptors)
+        for phase, seconds in record.phases.items():
+            self._phases.labels(phase).observe(seconds)
+
+    def render(self, blocks: BlockCounts, requests: dict[str, int]) -> bytes:
+        """Prometheus text format, with the gauges as they are now."""
+        for state in BlockCounts.__struct_fields__:
+            self._blocks.labels(state).set(getattr(blocks, state))
+        for state, count in requests.items():
+            self._requests.labels(state).set(count)
+        return generate_latest(self._registry)
