@@ -1,0 +1,151 @@
+"""What may come of a leg: a result, an answer for the client, or a failure that another attempt may mend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+import msgspec
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.core.ids import HandoffKey
+from kvhandoff.core.reasons import Reason
+from kvhandoff.handoff.messages import OfferDescriptor
+from kvhandoff.router.engine import Engine, Role, describe
+
+FailureKind = Literal["not_sent", "ticket_refused", "broken", "late"]
+"""`not_sent`: no connection; `ticket_refused`: 403 bad_ticket; `broken`: reset, 5xx, or an unusable answer;
+`late`: a deadline. After the first two the engine has not begun anything (field case 15)."""
+
+
+class LegFailed(Exception):
+    """A leg came to nothing, the client has seen nothing of it, and another attempt may do better."""
+
+    def __init__(self, engine: Engine, kind: FailureKind, why: str) -> None:
+        super().__init__(f"{engine}: {why}")
+        self.engine = engine
+        self.kind = kind
+        self.why = why
+
+    @property
+    def role(self) -> Role:
+        """Whose leg it was; the one leg of a local path is a decode engine's."""
+        return self.engine.role
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the engine may have begun."""
+        return self.kind in ("broken", "late")
+
+    def as_error(self) -> RequestError:
+        """What the client is told when no attempt is left."""
+        status = {"late": 504, "broken": 502}.get(self.kind, 503)
+        return RequestError(str(self), status=status, code=f"{self.role}_failed", kind="engine_error")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of an engine, for the client as it is."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill leg has left behind."""
+
+    offer: OfferDescriptor | None
+    prompt_token_ids: msgspec.Raw
+    """Unread; the decode leg gets them as they are."""
+
+
+class TicketParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`kv_transfer_params` of a leg."""
+
+    ticket: str
+    prompt_token_ids: msgspec.Raw | None = None
+    """Decode leg: the prefill engine's; the decode engine doesn't tokenize again."""
+
+
+class _PrefillParams(msgspec.Struct):
+    offer: OfferDescriptor | None
+    prompt_token_ids: msgspec.Raw
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: _PrefillParams
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error
+
+
+class _AnyAnswer(msgspec.Struct):
+    id: str | None = None
+
+
+_any_answer = msgspec.json.Decoder(_AnyAnswer)
+_prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
+_error_answer = msgspec.json.Decoder(_ErrorAnswer)
+
+_MISSES = frozenset(reason.value for reason in Reason)
+"""Error codes of an engine that was told to answer with an error when the KV can't be used."""
+
+
+async def whole(response: aiohttp.ClientResponse) -> Answer:
+    """The answer, its body read."""
+    content_type = response.headers.get("Content-Type", "application/json")
+    return Answer(response.status, content_type, await response.read())
+
+
+def read_prefilled(engine: Engine, key: HandoffKey, answer: Answer) -> Prefilled:
+    """What a prefill engine's 200 says. Raises LegFailed when it is not a prefill leg's answer to `key`."""
+    try:
+        params = _prefill_answer.decode(answer.body).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        why = f"its answer has no usable kv_transfer_params ({error}); does it run a handoff agent?"
+        raise LegFailed(engine, "broken", why) from error
+    if params.offer is not None and params.offer.key != key:
+        raise LegFailed(engine, "broken", f"it answered {key} with an offer of {params.offer.key}")
+    return Prefilled(params.offer, params.prompt_token_ids)
+
+
+def read_response_id(answer: Answer) -> str | None:
+    """The `id` in the body, if it has one."""
+    try:
+        return _any_answer.decode(answer.body).id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def for_client(engine: Engine, answer: Answer) -> Answer:
+    """An answer that is not 200, if the client is to have it: a 4xx, or a miss that the operator wants seen.
+
+    Raises LegFailed for anything else.
+    """
+    try:
+        error = _error_answer.decode(answer.body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        error = _Error()
+    if answer.status == 403 and error.code == "bad_ticket":
+        raise LegFailed(engine, "ticket_refused", error.message)
+    if 400 <= answer.status < 500 or (answer.status >= 500 and error.code in _MISSES):
+        return answer
+    raise LegFailed(engine, "broken", f"status {answer.status} {error.message}".rstrip())
+
+
+def network_failure(engine: Engine, error: Exception) -> LegFailed:
+    """An exception on the way to an answer, as a failed leg."""
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return LegFailed(engine, "not_sent", describe(error))
+    if isinstance(error, TimeoutError):
+        return LegFailed(engine, "late", "no answer in time")
+    return LegFailed(engine, "broken", describe(error))

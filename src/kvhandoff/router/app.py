@@ -1,0 +1,189 @@
+"""The router's HTTP front: endpoints, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import AsyncIterator
+
+import aiohttp
+from aiohttp import web
+
+from kvhandoff.core.clock import Clock, monotonic
+from kvhandoff.core.errors import ConfigError, RequestError
+from kvhandoff.router.config import RouterConfig
+from kvhandoff.router.engine import Engine
+from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.relay import Relay
+from kvhandoff.router.web import errors, json_response
+
+log = logging.getLogger(__name__)
+
+_KEEP_IDLE_S = 15.0
+"""Idle connections to engines are kept this long, well below what engines keep theirs."""
+_LEG_POLL_S = 0.02
+"""Between two looks for an engine's account that is about to come in."""
+_SHUTDOWN_S = 5.0
+
+
+class Front:
+    """The endpoints of one router."""
+
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._metrics = RouterMetrics()
+        self._records = Records(
+            config.max_records,
+            on_reason=self._metrics.count_reason,
+            on_closed=self._metrics.count_request,
+            on_settled=self._metrics.observe,
+        )
+        self._fleet: Fleet
+        self._relay: Relay
+
+    def routes(self) -> list[web.RouteDef]:
+        """All endpoints."""
+        return [
+            web.post("/v1/chat/completions", self.chat_completions),
+            web.post("/v1/completions", self.completions),
+            web.get("/v1/models", self.models),
+            web.get("/v1/handoffs/{id}", self.handoff),
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+        ]
+
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+        """Connections and background work, while the server runs."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.timeouts.connect_s)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, trust_env=False
+        ) as session:
+            self._fleet = Fleet(self._config, session, self._clock, self._records.add_legs)
+            self._relay = Relay(self._config, self._fleet, session, self._records, self._clock)
+            await self._fleet.start()
+            try:
+                yield
+            finally:
+                await self._fleet.close()
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        with self._metrics.in_flight.track_inprogress():
+            return await self._relay.answer(request, chat=True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        with self._metrics.in_flight.track_inprogress():
+            return await self._relay.answer(request, chat=False)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The fleet's models, as OpenAI lists them."""
+        models = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "kvhandoff",
+                "max_model_len": longest,
+            }
+            for name, longest in sorted(self._fleet.models().items())
+        ]
+        return json_response({"object": "list", "data": models})
+
+    async def handoff(self, request: web.Request) -> web.Response:
+        """A request's record; waits a moment for accounts that the engines have not given yet."""
+        identifier = request.match_info["id"]
+        draft = self._records.get(identifier)
+        if draft is None:
+            raise RequestError(
+                f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
+                f"{self._config.max_records} responses",
+                status=404,
+                param="id",
+                code="handoff_not_found",
+            )
+        await self._settle(draft)
+        return json_response(draft.record())
+
+    async def _settle(self, draft: Draft) -> None:
+        try:
+            async with asyncio.timeout(self._config.timeouts.record_s):
+                while draft.status is not None and (awaited := self._awaited(draft)):
+                    await self._fleet.poll(awaited)
+                    if draft.missing():
+                        await asyncio.sleep(_LEG_POLL_S)
+        except TimeoutError:
+            log.info("%s: accounts of %s are not in", draft.handoff_id, draft.missing())
+
+    def _awaited(self, draft: Draft) -> list[Engine]:
+        """Engines that still may give their accounts; one that has died takes its own along."""
+        missing = draft.missing()
+        return [engine for engine in self._fleet.engines if engine.healthy and engine.identity in missing]
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The router itself runs."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether requests can be answered, and each engine's state; 503 when no decode engine is healthy."""
+        ready = any(engine.healthy for engine in self._fleet.decode)
+        engines = [
+            {"url": engine.url, "role": engine.role, "healthy": engine.healthy, "problem": engine.problem}
+            for engine in self._fleet.engines
+        ]
+        status = "ready" if ready else "no decode engine is healthy"
+        return json_response({"status": status, "engines": engines}, status=200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.text(self._fleet.engines),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+
+def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Application:
+    """The router as an application.
+
+    Run it with `handler_cancellation=True`, as `serve` does: a client that leaves ends its legs that way.
+    """
+    front = Front(config, clock)
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[errors])
+    app.add_routes(front.routes())
+    app.cleanup_ctx.append(front.lifespan)
+    return app
+
+
+class RouterServer:
+    """A running router."""
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
+        self._runner = runner
+        self.host = host
+        self.port = port
+        """The bound port, also when 0 was asked for."""
+
+    async def close(self) -> None:
+        """Stop listening, give running requests a moment, end what is left."""
+        await self._runner.cleanup()
+
+
+async def serve(config: RouterConfig) -> RouterServer:
+    """Start to listen. The engines have been asked for their state once when this returns.
+
+    Raises ConfigError when the address can't be had.
+    """
+    runner = web.AppRunner(
+        create_app(config), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"port {config.port} on {config.host}: can't listen ({why})") from error
+    return RouterServer(runner, config.host, runner.addresses[0][1])

@@ -1,0 +1,76 @@
+"""A client's body: only its top level is taken apart, and only what a policy needs is read."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.policy import RequestSummary
+
+Fields = dict[str, msgspec.Raw]
+"""The top level of a body: each field's JSON, unread."""
+
+_body = msgspec.json.Decoder(Fields)
+
+
+def parse_body(raw: bytes) -> Fields:
+    """The top level of a client's body. Raises RequestError (400) when it is no JSON object."""
+    try:
+        return _body.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"body: it must be a JSON object ({error})", param="body") from error
+
+
+def summarize(fields: Fields, *, chat: bool) -> RequestSummary:
+    """What the policies need to know. A field of a wrong type counts as absent: the engine refuses it."""
+    if chat:
+        prompts, bound = 1, _size(fields, "messages")
+    else:
+        prompts, bound = _measure_prompt(fields)
+    return RequestSummary(
+        model=_text(fields, "model"),
+        chat=chat,
+        stream=_is_true(fields, "stream"),
+        prompts=prompts,
+        prompt_bound=bound,
+        prompt_logprobs=_given(fields, "prompt_logprobs")
+        or (_is_true(fields, "echo") and _given(fields, "logprobs")),
+        cache_salt=_text(fields, "cache_salt"),
+    )
+
+
+_READ_UP_TO = 4096
+"""Bytes of JSON; a prompt of more is long whatever its escapes stand for, and is not read."""
+
+
+def _measure_prompt(fields: Fields) -> tuple[int, int]:
+    """(prompts, bound on their tokens) of a completion's `prompt`: text, token ids, or a list of either."""
+    size = _size(fields, "prompt")
+    if not size or memoryview(fields["prompt"])[0] != ord("["):
+        return 1, len(_text(fields, "prompt").encode()) if size <= _READ_UP_TO else size
+    raw = bytes(fields["prompt"])
+    first = raw[1:].lstrip()[:1]
+    if first in (b'"', b"["):
+        return len(msgspec.json.decode(raw, type=list[msgspec.Raw])), size
+    return 1, raw.count(b",") + (first != b"]")
+
+
+def _size(fields: Fields, name: str) -> int:
+    return memoryview(fields[name]).nbytes if name in fields else 0
+
+
+def _is_true(fields: Fields, name: str) -> bool:
+    return name in fields and bytes(fields[name]) == b"true"
+
+
+def _given(fields: Fields, name: str) -> bool:
+    return name in fields and bytes(fields[name]) not in (b"null", b"false")
+
+
+def _text(fields: Fields, name: str) -> str:
+    if name not in fields:
+        return ""
+    try:
+        return msgspec.json.decode(fields[name], type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,108 @@
+"""What a router is told at start-up, checked at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from urllib.parse import urlsplit
+
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.tickets import MissPolicy
+from kvhandoff.router.policy import PATH_CHOICES, PathChoice
+
+MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Every wait of the router, in seconds (rule 3). What follows each is written beside it."""
+
+    body_s: float = 60.0
+    """A client's sending its whole body; then 408."""
+    connect_s: float = 1.0
+    """Connecting to an engine; then another engine."""
+    prefill_s: float = 120.0
+    """A whole prefill leg; then another prefill engine, or the decode engine alone."""
+    first_byte_s: float = 120.0
+    """A streamed decode leg, from its sending to its first byte; then another attempt."""
+    answer_s: float = 600.0
+    """A decode leg that is not streamed, until its last byte; then another attempt."""
+    idle_s: float = 60.0
+    """Between two pieces of a stream, on either side; then the stream is broken off with an error."""
+    retry_s: float = 60.0
+    """No new attempt starts when the request is older than this; the client gets the last failure."""
+    withdraw_s: float = 0.5
+    """Telling a prefill engine that nobody will come; its lease ends the offer in any case."""
+    poll_s: float = 2.0
+    """One state report of one engine; three missed ones make it unhealthy."""
+    record_s: float = 1.0
+    """A reader of a record waits this long for the engines' accounts; then it is given as incomplete."""
+    ticket_s: float = 20.0
+    """How long a ticket is good for, from its signing to the engine's reading it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router. Raises ConfigError when a value can't be used."""
+
+    prefill: tuple[str, ...] = ()
+    """URLs of the prefill engines, e.g. `http://127.0.0.1:8101`."""
+    decode: tuple[str, ...]
+    """URLs of the decode engines; one at least."""
+    cluster_key: bytes = field(repr=False)
+    """Signs the tickets; the engines have the same."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    path: PathChoice = "auto"
+    """The path of requests that don't force one with the header x-kvhandoff-path."""
+    on_miss: MissPolicy = "recompute"
+    """When the KV can't be used: compute the prompt on the decode engine, or answer with an error."""
+    max_attempts: int = 3
+    """Attempts of one request in all, the first one included."""
+    poll_interval_s: float = 0.5
+    max_body_bytes: int = 32 * 2**20
+    max_records: int = 10_000
+    """Records kept for `GET /v1/handoffs/{id}`; the oldest go first."""
+    timeouts: Timeouts = Timeouts()
+
+    def __post_init__(self) -> None:
+        if not self.decode:
+            raise ConfigError("decode: got no URL, allowed is one URL or more")
+        for name, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            for url in urls:
+                _check_url(name, url)
+        given = [url.rstrip("/") for url in self.prefill + self.decode]
+        twice = sorted({url for url in given if given.count(url) > 1})
+        if twice:
+            raise ConfigError(f"prefill, decode: got {', '.join(twice)} more than once, allowed is once")
+        if not self.cluster_key:
+            raise ConfigError("cluster_key: got an empty key, allowed is one byte or more")
+        _check_choice("path", self.path, PATH_CHOICES)
+        _check_choice("on_miss", self.on_miss, MISS_POLICIES)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: got {self.port}, allowed is 0 to 65535")
+        for name in ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records"):
+            _check_positive(name, getattr(self, name))
+        for item in fields(self.timeouts):
+            _check_positive(f"timeouts.{item.name}", getattr(self.timeouts, item.name))
+
+
+def _check_url(name: str, url: str) -> None:
+    wanted = "http://HOST:PORT or https://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # a port that is no number, a broken IPv6 address
+        raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {wanted}") from error
+    if not usable or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"{name}: got {url!r}, allowed is {wanted}")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: got {value!r}, allowed is {', '.join(allowed)}")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name}: got {value!r}, allowed is more than 0")

@@ -1,0 +1,233 @@
+"""One engine as the router knows it: its last state report, its health, and the legs reserved on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import aiohttp
+import msgspec
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
+from kvhandoff.core.records import EngineState, LegRecord
+from kvhandoff.handoff.messages import OfferDescriptor
+from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
+from kvhandoff.router.config import Timeouts
+from kvhandoff.router.policy import EngineView
+
+log = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode"]
+
+MISSED_POLLS = 3
+"""State reports missed in a row that make an engine unhealthy. A refused connection does so at once."""
+
+_state = msgspec.json.Decoder(EngineState)
+
+
+class SignedTicket(msgspec.Struct, frozen=True):
+    """The body of `/internal/withdraw` and `/internal/peers`."""
+
+    ticket: str
+
+
+class Engine:
+    """Follows one engine through its lives. Used on the event loop's thread only."""
+
+    def __init__(
+        self,
+        url: str,
+        role: Role,
+        session: aiohttp.ClientSession,
+        key: TicketKey,
+        timeouts: Timeouts,
+        clock: Clock,
+        on_legs: Callable[[Sequence[LegRecord]], None],
+        on_up: Callable[[Engine], None],
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.role = role
+        self.state: EngineState | None = None
+        """The last report; kept while the engine is unhealthy."""
+        self.problem: str | None = "no state report yet"
+        """Why it gets no legs; None when it is healthy."""
+        self.reserved = 0
+        self.chosen = 0
+        self._session = session
+        self._key = key
+        self._timeouts = timeouts
+        self._clock = clock
+        self._on_legs = on_legs
+        self._on_up = on_up
+        self._reported_at = 0.0
+        self._missed = 0
+        self._poll_lock = asyncio.Lock()
+        self._polls_begun = 0
+        self._last_poll = 0
+
+    @property
+    def healthy(self) -> bool:
+        return self.problem is None
+
+    @property
+    def identity(self) -> Identity | None:
+        """The life that reported last."""
+        if self.state is None:
+            return None
+        return Identity(EngineId(self.state.engine_id), Epoch(self.state.epoch))
+
+    def __str__(self) -> str:
+        return f"{self.role} engine {self.state.engine_id if self.state else '?'} at {self.url}"
+
+    def view(self) -> EngineView:
+        """What the policies see."""
+        state = self.state
+        reported = state.running + state.waiting + state.loading if state else 0
+        return EngineView(
+            url=self.url,
+            model=state.model if state else "",
+            healthy=self.healthy,
+            block_size=state.block_size if state else 0,
+            load=self.reserved + reported,
+            chosen=self.chosen,
+        )
+
+    @contextmanager
+    def reserve(self) -> Iterator[None]:
+        """Count one leg here while the context lasts, from the decision on."""
+        self.reserved += 1
+        self.chosen += 1
+        try:
+            yield
+        finally:
+            self.reserved -= 1
+
+    def sign(
+        self,
+        leg: Literal["prefill", "decode", "local", "withdraw", "peers"],
+        key: HandoffKey,
+        *,
+        cache_salt: str = "",
+        offer: OfferDescriptor | None = None,
+        on_miss: MissPolicy = "recompute",
+        peers: tuple[str, ...] = (),
+    ) -> str:
+        """A ticket for this engine's present life. Raises LookupError before the first report.
+
+        It runs out by the engine's own clock, of which the last report and the time since give a lower bound.
+        """
+        if self.state is None or self.identity is None:
+            raise LookupError(f"{self.url} has not reported its state yet")
+        engine_now = self.state.now + (self._clock() - self._reported_at)
+        ticket = Ticket(
+            leg=leg,
+            audience=self.identity,
+            not_after=engine_now + self._timeouts.ticket_s,
+            key=key,
+            cache_salt=cache_salt,
+            offer=offer,
+            on_miss=on_miss,
+            peers=peers,
+        )
+        return self._key.sign(ticket)
+
+    async def tell(self, action: Literal["withdraw", "peers"], signed: str, timeout_s: float) -> bool:
+        """POST a ticket to `/internal/{action}`; whether the engine took it within `timeout_s`."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.post(
+                    f"{self.url}/internal/{action}",
+                    data=msgspec.json.encode(SignedTicket(signed)),
+                    headers={"Content-Type": "application/json"},
+                    allow_redirects=False,
+                ) as response,
+            ):
+                if response.status < 300:
+                    return True
+                why = f"status {response.status}"
+        except TimeoutError:
+            why = f"no answer in {timeout_s} s"
+        except (aiohttp.ClientError, OSError) as error:
+            why = describe(error)
+        log.info("%s did not take %s: %s", self, action, why)
+        return False
+
+    def unreachable(self, why: str) -> None:
+        """Nothing listens there: no more legs until the next good report."""
+        self._missed = MISSED_POLLS
+        self._set_problem(why)
+
+    async def poll(self) -> None:
+        """Return after a state report that was asked for after this call, or after its failure.
+
+        Callers that come while a report is under way share the next one.
+        """
+        begun = self._polls_begun
+        async with self._poll_lock:
+            if self._last_poll > begun:
+                return
+            self._polls_begun += 1
+            number = self._polls_begun
+            await self._poll_once()
+            self._last_poll = number
+
+    async def _poll_once(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeouts.poll_s):
+                state, arrived = await self._fetch(self.state.cursor if self.state else 0)
+                if self.state is not None and state.epoch != self.state.epoch:
+                    # The cursor counted another life's records: ask again from the start.
+                    state, arrived = await self._fetch(0)
+        except aiohttp.ClientConnectorError as error:
+            self.unreachable(describe(error))
+        except TimeoutError:
+            self._miss(f"no state report in {self._timeouts.poll_s} s")
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            self._miss(f"no usable state report: {describe(error)}")
+        else:
+            self._take(state, arrived)
+
+    async def _fetch(self, cursor: int) -> tuple[EngineState, float]:
+        url = f"{self.url}/internal/state"
+        async with self._session.get(url, params={"after": str(cursor)}, allow_redirects=False) as response:
+            body = await response.read()
+            if response.status != 200:
+                raise aiohttp.ClientPayloadError(f"status {response.status}")
+        return _state.decode(body), self._clock()
+
+    def _take(self, state: EngineState, arrived: float) -> None:
+        new_life = self.state is None or self.state.epoch != state.epoch
+        if new_life:
+            log.info("%s: new life %s of %s", self.url, state.epoch, state.engine_id)
+        came_up = new_life or not self.healthy
+        self.state = state
+        self._reported_at = arrived
+        self._missed = 0
+        if state.role in (self.role, "both"):
+            self._set_problem(None)
+        else:
+            self._set_problem(f"given to the router as a {self.role} engine, but it is a {state.role} engine")
+        if state.records:
+            self._on_legs(state.records)
+        if came_up and self.healthy:
+            self._on_up(self)
+
+    def _miss(self, why: str) -> None:
+        self._missed += 1
+        if self._missed >= MISSED_POLLS or self.state is None:
+            self._set_problem(why)
+
+    def _set_problem(self, problem: str | None) -> None:
+        if problem != self.problem:
+            log.log(logging.WARNING if problem else logging.INFO, "%s: %s", self, problem or "healthy")
+        self.problem = problem
+
+
+def describe(error: BaseException) -> str:
+    """An exception in words; many of the network's have no message of their own."""
+    return str(error) or type(error).__name__

@@ -1,0 +1,112 @@
+"""The fleet: all engines, polled concurrently, and introduced to each other as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import aiohttp
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.ids import HandoffKey, Identity, new_handoff_id
+from kvhandoff.core.records import LegRecord
+from kvhandoff.handoff.tickets import TicketKey
+from kvhandoff.router.config import RouterConfig
+from kvhandoff.router.engine import Engine, Role
+from kvhandoff.router.policy import EngineView, FleetView
+
+
+class Fleet:
+    """The engines of one router. `start` and `close` it on the event loop that uses it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        session: aiohttp.ClientSession,
+        clock: Clock,
+        on_legs: Callable[[Sequence[LegRecord]], None],
+    ) -> None:
+        self._interval = config.poll_interval_s
+        self._peers_s = config.timeouts.poll_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        key = TicketKey(config.cluster_key)
+
+        def engine(url: str, role: Role) -> Engine:
+            return Engine(url, role, session, key, config.timeouts, clock, on_legs, self._introduce)
+
+        self.prefill = [engine(url, "prefill") for url in config.prefill]
+        self.decode = [engine(url, "decode") for url in config.decode]
+        self._by_url = {engine.url: engine for engine in self.engines}
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [*self.prefill, *self.decode]
+
+    async def start(self) -> None:
+        """Ask every engine once, then go on asking in the background."""
+        await self.poll(self.engines)
+        for engine in self.engines:
+            self.spawn(self._follow(engine))
+
+    async def close(self) -> None:
+        """End the background work."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def poll(self, engines: Iterable[Engine]) -> None:
+        """A fresh state report of each, concurrently; one that fails shows in its health."""
+        await asyncio.gather(*(engine.poll() for engine in engines))
+
+    def view(self) -> FleetView:
+        """What the policies see."""
+        return FleetView(
+            [engine.view() for engine in self.prefill],
+            [engine.view() for engine in self.decode],
+        )
+
+    def engine(self, view: EngineView) -> Engine:
+        """The engine behind a policy's choice."""
+        return self._by_url[view.url]
+
+    def models(self) -> dict[str, int]:
+        """Names of the models that a decode engine serves, or served when last seen, and their context."""
+        models: dict[str, int] = {}
+        for engine in self.decode:
+            if engine.state is not None:
+                name, longest = engine.state.model, engine.state.max_model_len
+                models[name] = min(longest, models.get(name, longest))
+        return models
+
+    def alive(self, identity: Identity) -> bool:
+        """Whether this life of this engine still reports."""
+        return any(engine.healthy and engine.identity == identity for engine in self.engines)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it in the background, until it ends or the fleet closes."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            await engine.poll()
+
+    def _introduce(self, newcomer: Engine) -> None:
+        """Have decode engines shake hands with the prefill engines they'll read from (field case 51)."""
+        if newcomer.role == "decode":
+            self._connect(newcomer, self.prefill)
+        else:
+            for reader in self.decode:
+                self._connect(reader, [newcomer])
+
+    def _connect(self, reader: Engine, sources: Sequence[Engine]) -> None:
+        peers = tuple(engine.state.control_address for engine in sources if engine.healthy and engine.state)
+        if peers and reader.healthy:
+            signed = reader.sign("peers", HandoffKey(new_handoff_id(), 0), peers=peers)
+            self.spawn(self._tell_peers(reader, signed))
+
+    async def _tell_peers(self, reader: Engine, signed: str) -> None:
+        await reader.tell("peers", signed, self._peers_s)

@@ -1,0 +1,171 @@
+"""What each leg of a request is sent: the rewriting table, as data.
+
+The prefill leg computes the prompt and makes exactly one token, which nobody reads. So it keeps what shapes
+the prompt's token ids, drops what shapes or reports the answer, and keeps cheap scalars as they are, so that
+a bad value is refused before any work. The decode leg is the client's own request. Only the top level of a
+body is taken apart: messages, schemas and numbers travel as the bytes that the client sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvhandoff.router.body import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The client's value, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nothing, whatever the client sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """This value, whatever the client sent."""
+
+    value: int | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """The client's whole number, but no more than this. Another type is kept, for the engine to refuse."""
+
+    limit: int
+
+
+Action = Keep | Drop | Set | Cap
+
+
+class Row(NamedTuple):
+    """One field: what the prefill leg gets, and what the decode leg gets."""
+
+    prefill: Action
+    decode: Action = Keep()
+
+
+KEEP: Final = Keep()
+DROP: Final = Drop()
+
+REWRITING: Final[Mapping[str, Row]] = {
+    # How much is generated. One token in all: the engine needs a last step to finish the prompt.
+    "max_tokens": Row(Set(1)),
+    # Both of these would win over max_tokens (field case 31).
+    "max_completion_tokens": Row(DROP),
+    "max_output_tokens": Row(DROP),
+    # More than max_tokens would be refused (field case 32).
+    "min_tokens": Row(Cap(1)),
+    # One sequence is enough to compute the prompt.
+    "n": Row(DROP),
+    "best_of": Row(DROP),
+    "use_beam_search": Row(DROP),
+    # How generation ends. A stop string may end a request as an abort, and an abort makes no offer.
+    "stop": Row(DROP),
+    "stop_token_ids": Row(DROP),
+    "include_stop_str_in_output": Row(DROP),
+    # Harmless with one token.
+    "ignore_eos": Row(KEEP),
+    # What is reported of the answer: nobody reads the prefill leg's.
+    "logprobs": Row(DROP),
+    "top_logprobs": Row(DROP),
+    "return_token_ids": Row(DROP),
+    "return_tokens_as_token_ids": Row(DROP),
+    # What is reported of the prompt. Log-probabilities of the prompt make the path local, so that none of it
+    # reaches a prefill leg; a plain echo is the prompt's text, which the decode engine has.
+    "prompt_logprobs": Row(DROP),
+    "echo": Row(DROP),
+    # The prefill leg's answer is one JSON body: a stream has no place for the offer (field case 35).
+    "stream": Row(Set(False)),
+    # Refused without stream.
+    "stream_options": Row(DROP),
+    # Sampling. Without effect on the KV; kept, so that a value out of range is refused before any work.
+    "temperature": Row(KEEP),
+    "top_p": Row(KEEP),
+    "top_k": Row(KEEP),
+    "min_p": Row(KEEP),
+    "seed": Row(KEEP),
+    "presence_penalty": Row(KEEP),
+    "frequency_penalty": Row(KEEP),
+    "repetition_penalty": Row(KEEP),
+    "logit_bias": Row(KEEP),
+    # The chat template writes both into the prompt, or leaves the tools out for tool_choice "none".
+    "tools": Row(KEEP),
+    "tool_choice": Row(KEEP),
+    "parallel_tool_calls": Row(KEEP),
+    # Constraints on the answer: compiling a grammar for a token that is thrown away costs time.
+    "response_format": Row(DROP),
+    "structured_outputs": Row(DROP),
+    "guided_json": Row(DROP),
+    "guided_regex": Row(DROP),
+    "guided_choice": Row(DROP),
+    "guided_grammar": Row(DROP),
+    # In the root of the token chain: both legs need the same.
+    "cache_salt": Row(KEEP),
+    # A handoff has the router's id.
+    "request_id": Row(DROP, DROP),
+    # Never a client's (field case 60); the router puts its own ticket there.
+    "kv_transfer_params": Row(DROP, DROP),
+}
+"""Fields that have no row are kept on both legs: messages, prompt, model, chat_template_kwargs and so on."""
+
+_PREFILL: Final = {name: row.prefill for name, row in REWRITING.items() if not isinstance(row.prefill, Keep)}
+_DECODE: Final = {name: row.decode for name, row in REWRITING.items() if not isinstance(row.decode, Keep)}
+
+FORWARDED_HEADERS: Final = ("traceparent", "tracestate")
+"""The client's headers that engines get: tracing, and nothing that could steer a transfer (field case 60)."""
+
+
+def prefill_fields(client: Fields) -> Fields:
+    """The prefill leg's body, without kv_transfer_params."""
+    return _rewrite(client, _PREFILL)
+
+
+def decode_fields(client: Fields) -> Fields:
+    """The decode (or local) leg's body, without kv_transfer_params."""
+    return _rewrite(client, _DECODE)
+
+
+def leg_body(fields: Fields, kv_transfer_params: msgspec.Struct | None) -> bytes:
+    """The JSON to send."""
+    if kv_transfer_params is None:
+        return msgspec.json.encode(fields)
+    params = msgspec.Raw(msgspec.json.encode(kv_transfer_params))
+    return msgspec.json.encode({**fields, "kv_transfer_params": params})
+
+
+def leg_headers(client: Mapping[str, str], handoff_id: str) -> dict[str, str]:
+    """The headers to send: JSON, unpacked answers, and the handoff id as the request's."""
+    headers = {name: client[name] for name in FORWARDED_HEADERS if name in client}
+    return headers | {
+        "Content-Type": "application/json",
+        "Accept-Encoding": "identity",
+        "X-Request-Id": handoff_id,
+    }
+
+
+def _rewrite(client: Fields, actions: Mapping[str, Action]) -> Fields:
+    fields = dict(client)
+    for name, action in actions.items():
+        match action:
+            case Drop():
+                fields.pop(name, None)
+            case Set(value):
+                fields[name] = msgspec.Raw(msgspec.json.encode(value))
+            case Cap(limit) if name in client:
+                fields[name] = _capped(client[name], limit)
+    return fields
+
+
+def _capped(raw: msgspec.Raw, limit: int) -> msgspec.Raw:
+    try:
+        value = msgspec.json.decode(raw, type=int)
+    except msgspec.ValidationError:
+        return raw
+    return raw if value <= limit else msgspec.Raw(msgspec.json.encode(limit))

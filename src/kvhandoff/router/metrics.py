@@ -1,0 +1,84 @@
+"""The router's metrics, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router.engine import Engine
+from kvhandoff.router.records import Draft, RequestRecord
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class RouterMetrics:
+    """One router's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.in_flight = Gauge("kvhandoff_router_in_flight", "Requests under way.", registry=self._registry)
+        self._requests = Counter(
+            "kvhandoff_router_requests",
+            "Requests that ended, by path ('none': refused before a path was chosen) and HTTP status "
+            "(499: the client left; 502: also a stream that broke off).",
+            ["endpoint", "path", "status"],
+            registry=self._registry,
+        )
+        self._reasons = Counter(
+            "kvhandoff_router_reasons",
+            "Why requests did not take the path they might have taken, the engines' reasons included. "
+            "Alarm on kind 'failure' only.",
+            ["reason", "kind"],
+            registry=self._registry,
+        )
+        self._ttft = Histogram(
+            "kvhandoff_router_ttft_seconds",
+            "From a request's arrival to its first content.",
+            ["path"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._phases = Histogram(
+            "kvhandoff_router_phase_seconds",
+            "The parts of the time to the first content.",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._healthy = Gauge(
+            "kvhandoff_router_engine_healthy",
+            "1 when the engine gets legs.",
+            ["engine", "role"],
+            registry=self._registry,
+        )
+        self._reserved = Gauge(
+            "kvhandoff_router_engine_legs",
+            "Legs under way at the engine.",
+            ["engine", "role"],
+            registry=self._registry,
+        )
+
+    def count_reason(self, reason: Reason) -> None:
+        """One request met this reason."""
+        self._reasons.labels(reason.value, reason.kind.value).inc()
+
+    def count_request(self, draft: Draft) -> None:
+        """One request ended."""
+        endpoint = "chat_completions" if draft.chat else "completions"
+        self._requests.labels(endpoint, draft.path or "none", str(draft.status)).inc()
+
+    def observe(self, record: RequestRecord) -> None:
+        """One record is complete."""
+        if record.ttft_s is not None and record.path is not None:
+            self._ttft.labels(record.path).observe(record.ttft_s)
+            for phase, seconds in record.phases.items():
+                self._phases.labels(phase).observe(seconds)
+
+    def text(self, engines: Iterable[Engine]) -> bytes:
+        """The page, with the engines' present state."""
+        for engine in engines:
+            self._healthy.labels(engine.url, engine.role).set(engine.healthy)
+            self._reserved.labels(engine.url, engine.role).set(engine.reserved)
+        return generate_latest(self._registry)

@@ -1,0 +1,263 @@
+"""One record per request: the router's own account, joined with the engines' accounts of their legs.
+
+How the phases add up. The router cuts its own time, on its own clock, into ROUTE, RETRY (attempts that came
+to nothing), the prefill leg's wall time, BIND and the decode leg's wall time up to the first content. Each
+leg's wall time then holds what the engine accounts for, on the engine's clock; the rest is called network:
+
+    PREFILL_NETWORK = prefill leg's wall time − sum of the prefill engine's phases
+    DECODE_NETWORK  = decode leg's wall time up to the first content − sum of the decode engine's phases
+
+so that all phases add up to the time to the first content. An answer that is not streamed shows no first
+content; there DECODE_NETWORK is the leg's whole wall time − the engine's total, and the sum is the TTFT.
+Only durations are subtracted; no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvhandoff.core.ids import HandoffId, HandoffKey, Identity, completion_id, handoff_id_of
+from kvhandoff.core.phases import Phase
+from kvhandoff.core.reasons import Reason
+from kvhandoff.core.records import KVSource, LegRecord
+from kvhandoff.router.policy import Path, PathChoice
+
+
+class ReusedTokens(msgspec.Struct, kw_only=True):
+    """Prompt tokens that an engine did not have to compute."""
+
+    prefill_cache: int = 0
+    decode_cache: int = 0
+    transferred: int = 0
+
+
+class ComputedTokens(msgspec.Struct, kw_only=True):
+    """Prompt tokens run through the model."""
+
+    prefill: int = 0
+    decode: int = 0
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """What `GET /v1/handoffs/{id}` answers."""
+
+    id: str
+    """The `id` of the OpenAI response."""
+    handoff_id: str
+    model: str
+    requested_path: PathChoice
+    path: Path | None
+    """The path that answered (or was tried last); None when the request was refused before."""
+    attempts: int
+    status: int | None
+    """HTTP status; 499 when the client left, 502 also when a stream broke off; None while it runs."""
+    ttft_s: float | None
+    """From the request's arrival to the first content; None when there was none, or it can't be known."""
+    first_byte_s: float | None
+    """From the request's arrival to the first byte sent to the client, which may have no content."""
+    total_s: float | None
+    phases: dict[str, float]
+    """Seconds, in the order of `Phase`; their sum is `ttft_s` where that is known."""
+    prompt_tokens: int
+    completion_tokens: int
+    reused_tokens: ReusedTokens
+    computed_tokens: ComputedTokens
+    kv_source: KVSource | None
+    bytes: int
+    blocks: int
+    descriptors: int
+    reasons: list[Reason]
+    prefill: Identity | None
+    decode: Identity | None
+    finish_reason: str | None
+    incomplete: bool
+    """An engine's account is missing: it is not in yet, or the engine died with it."""
+
+
+class LegRef(msgspec.Struct, frozen=True):
+    """A leg whose account belongs into the record."""
+
+    key: HandoffKey
+    engine: Identity
+
+
+class Draft:
+    """The record of one request while its parts come in."""
+
+    def __init__(
+        self,
+        handoff_id: HandoffId,
+        *,
+        chat: bool,
+        requested_path: PathChoice,
+        on_reason: Callable[[Reason], None],
+    ) -> None:
+        self.handoff_id = handoff_id
+        self.chat = chat
+        self.model = ""
+        self.requested_path = requested_path
+        self.path: Path | None = None
+        self.attempts = 0
+        self.status: int | None = None
+        self.walls: dict[str, float] = {}
+        """The router's own cuts; a leg's wall time stands under its network phase."""
+        self.first_content_s: float | None = None
+        self.first_byte_s: float | None = None
+        self.total_s: float | None = None
+        self.prefill: LegRef | None = None
+        self.decode: LegRef | None = None
+        self.joinable = True
+        """False when the engine answers without a ticket, so that its account doesn't name this handoff."""
+        self.response_id = completion_id(handoff_id, chat=chat)
+        """The `id` in the response's body."""
+        self.reasons: list[Reason] = []
+        self._on_reason = on_reason
+        self._legs: dict[tuple[HandoffKey, str], LegRecord] = {}
+
+    def headers(self) -> dict[str, str]:
+        """What every response carries, errors too: under this id the record is found."""
+        return {"X-Request-Id": self.handoff_id}
+
+    def because(self, reason: Reason) -> None:
+        """Note and count a reason, once each."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            self._on_reason(reason)
+
+    def add_leg(self, leg: LegRecord) -> None:
+        """An engine's account; a repeated one changes nothing."""
+        name = (HandoffKey(HandoffId(leg.handoff_id), leg.attempt), leg.engine_id)
+        if name not in self._legs:
+            self._legs[name] = leg
+            for reason in leg.reasons:
+                self.because(reason)
+
+    def missing(self) -> list[Identity]:
+        """Engines whose accounts are not in."""
+        if not self.joinable:
+            return []
+        return [ref.engine for ref in (self.prefill, self.decode) if ref and self._leg(ref) is None]
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status is not None and not self.missing()
+
+    def record(self) -> RequestRecord:
+        """All that is known now."""
+        prefill, decode = self._leg(self.prefill), self._leg(self.decode)
+        phases, ttft_s = self._phases(prefill, decode)
+        return RequestRecord(
+            id=self.response_id,
+            handoff_id=self.handoff_id,
+            model=self.model,
+            requested_path=self.requested_path,
+            path=self.path,
+            attempts=self.attempts,
+            status=self.status,
+            ttft_s=ttft_s,
+            first_byte_s=self.first_byte_s,
+            total_s=self.total_s,
+            phases=phases,
+            prompt_tokens=max((leg.prompt_tokens for leg in (prefill, decode) if leg), default=0),
+            completion_tokens=decode.completion_tokens if decode else 0,
+            reused_tokens=ReusedTokens(
+                prefill_cache=prefill.cached_tokens if prefill else 0,
+                decode_cache=decode.cached_tokens if decode else 0,
+                transferred=decode.transferred_tokens if decode else 0,
+            ),
+            computed_tokens=ComputedTokens(
+                prefill=prefill.computed_tokens if prefill else 0,
+                decode=decode.computed_tokens if decode else 0,
+            ),
+            kv_source=decode.kv_source if decode else None,
+            bytes=decode.bytes if decode else 0,
+            blocks=decode.blocks if decode else 0,
+            descriptors=decode.descriptors if decode else 0,
+            reasons=list(self.reasons),
+            prefill=self.prefill.engine if self.prefill else None,
+            decode=self.decode.engine if self.decode else None,
+            finish_reason=decode.finish_reason if decode else None,
+            incomplete=not (self.settled and self.joinable),
+        )
+
+    def _leg(self, ref: LegRef | None) -> LegRecord | None:
+        leg = self._legs.get((ref.key, ref.engine.engine_id)) if ref else None
+        return leg if leg and ref and leg.epoch == ref.engine.epoch else None
+
+    def _phases(
+        self, prefill: LegRecord | None, decode: LegRecord | None
+    ) -> tuple[dict[str, float], float | None]:
+        seconds = dict(self.walls)
+        if prefill and Phase.PREFILL_NETWORK in seconds:
+            _account(seconds, Phase.PREFILL_NETWORK, prefill, sum(prefill.phases.values()))
+        if decode and Phase.DECODE_NETWORK in seconds:
+            streamed = self.first_content_s is not None
+            accounted = sum(decode.phases.values()) if streamed else decode.total_s
+            _account(seconds, Phase.DECODE_NETWORK, decode, accounted)
+        answered = self.status == 200 or self.first_content_s is not None
+        known = self.first_content_s is not None or decode is not None
+        ordered = {phase.value: seconds.pop(phase) for phase in Phase if phase in seconds} | seconds
+        return ordered, sum(ordered.values()) if answered and known else None
+
+
+def _account(seconds: dict[str, float], network: Phase, leg: LegRecord, accounted: float) -> None:
+    seconds[network] -= accounted
+    for phase, duration in leg.phases.items():
+        seconds[phase] = seconds.get(phase, 0.0) + duration
+
+
+class Records:
+    """The last requests' records, bounded."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        on_reason: Callable[[Reason], None],
+        on_closed: Callable[[Draft], None],
+        on_settled: Callable[[RequestRecord], None],
+    ) -> None:
+        self._limit = limit
+        self._on_reason = on_reason
+        self._on_closed = on_closed
+        self._on_settled = on_settled
+        self._drafts: OrderedDict[str, Draft] = OrderedDict()
+
+    def open(self, handoff_id: HandoffId, *, chat: bool, requested_path: PathChoice) -> Draft:
+        """A new request's draft."""
+        draft = Draft(handoff_id, chat=chat, requested_path=requested_path, on_reason=self._on_reason)
+        self._keep(handoff_id, draft)
+        return draft
+
+    def close(self, draft: Draft, status: int, total_s: float) -> None:
+        """The request is over; its record settles when the engines' accounts are in."""
+        draft.status, draft.total_s = status, total_s
+        self._on_closed(draft)
+        if not draft.joinable:
+            self._keep(handoff_id_of(draft.response_id), draft)
+        if draft.settled:
+            self._on_settled(draft.record())
+
+    def add_legs(self, legs: Iterable[LegRecord]) -> None:
+        """Engines' accounts, in any order; those of requests that aren't kept (any more) are dropped."""
+        for leg in legs:
+            draft = self._drafts.get(leg.handoff_id)
+            if draft is None:
+                continue
+            before = draft.settled
+            draft.add_leg(leg)
+            if draft.settled and not before:
+                self._on_settled(draft.record())
+
+    def get(self, identifier: str) -> Draft | None:
+        """By handoff id, or by the `id` of an OpenAI response."""
+        return self._drafts.get(handoff_id_of(identifier))
+
+    def _keep(self, handoff_id: HandoffId, draft: Draft) -> None:
+        self._drafts[handoff_id] = draft
+        while len(self._drafts) > self._limit:
+            self._drafts.popitem(last=False)

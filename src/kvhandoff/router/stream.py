@@ -1,0 +1,183 @@
+"""A decode engine's stream on its way to the client: byte for byte, piece by piece, unbuffered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router.engine import describe
+from kvhandoff.router.web import CLIENT_LEFT, ClientGone
+
+log = logging.getLogger(__name__)
+
+BROKEN_OFF = 502
+"""The status in records and metrics of a stream that broke off; its client has seen a 200, and then an error
+event or a cut connection."""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    def has_content(self) -> bool:
+        delta = self.delta or _Delta()
+        parts = (
+            self.text,
+            delta.content,
+            delta.reasoning_content,
+            delta.reasoning,
+            delta.refusal,
+            delta.tool_calls,
+        )
+        return any(parts)
+
+
+class _Event(msgspec.Struct):
+    id: str | None = None
+    choices: list[_Choice] = []
+
+
+_event = msgspec.json.Decoder(_Event)
+_LONGEST_LINE = 2**20
+"""Bytes; a line without an end by then is not waited for."""
+
+
+class FirstContent:
+    """Finds the first event with content in a stream of events, whatever pieces its bytes come in.
+
+    A chunk with only a role, or with an empty text, is no content (field case 58).
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self.response_id: str | None = None
+        """The `id` of the first event that has one."""
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bool:
+        """Whether content has been found, in this piece or before."""
+        if not self.found:
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            self.found = any(map(self._has_content, lines)) or len(self._rest) > _LONGEST_LINE
+        return self.found
+
+    def _has_content(self, line: bytes) -> bool:
+        if not line.startswith(b"data:"):
+            return False
+        try:
+            event = _event.decode(line[5:])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False  # [DONE], or something that only the client may know
+        self.response_id = self.response_id or event.id
+        return any(choice.has_content() for choice in event.choices)
+
+
+class Passage:
+    """Carries one stream from an engine to a client.
+
+    `on_byte` is called when the first piece has been written, `on_content` when the first content has (or at
+    the end of a stream without any).
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        headers: Mapping[str, str],
+        on_byte: Callable[[], None],
+        on_content: Callable[[], None],
+    ) -> None:
+        self._request = request
+        self._on_byte = on_byte
+        self._on_content = on_content
+        self._writing = False
+        self._tail = b""
+        self.scan = FirstContent()
+        self.broken: str | None = None
+        """Why the engine's stream broke off."""
+        self.response = web.StreamResponse(headers=headers)
+
+    async def carry(self, first: bytes, content: aiohttp.StreamReader, idle_s: float) -> int:
+        """Write `first` and all of `content`; returns the record's status: 200, BROKEN_OFF or CLIENT_LEFT.
+
+        `idle_s` bounds the wait for each piece and for the client to take it, in seconds.
+        """
+        try:
+            async with asyncio.timeout(idle_s) as idle:
+                await self._carry_on(first, content, idle, idle_s)
+        except ClientGone:
+            return CLIENT_LEFT
+        except (aiohttp.ClientError, OSError) as error:
+            if self._writing:
+                return CLIENT_LEFT  # it has not read for so long
+            self.broken = describe(error)
+            await self._break_off()
+            return BROKEN_OFF
+        return 200
+
+    async def _carry_on(
+        self, first: bytes, content: aiohttp.StreamReader, idle: asyncio.Timeout, idle_s: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        scan = self.scan
+        await self._write(first)
+        self._on_byte()
+        piece = first
+        while piece:
+            if not scan.found and scan.feed(piece):
+                self._on_content()
+            piece = await content.readany()
+            idle.reschedule(loop.time() + idle_s)
+            await self._write(piece)
+        if not scan.found:
+            self._on_content()
+        await self._end()
+
+    async def _break_off(self) -> None:
+        """Tell the client: an error event between two events, else a cut connection.
+
+        In the middle of an event, an error event could not be told from the text.
+        """
+        if self._tail == b"\n\n":
+            why = f"the answer broke off: {self.broken}"
+            error = RequestError(why, status=BROKEN_OFF, code=Reason.DECODE_FAILED, kind="engine_error")
+            try:
+                await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
+                await self._end()
+            except ClientGone:
+                log.info("the client has left before it could be told")
+        elif self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _write(self, piece: bytes) -> None:
+        self._writing = True
+        try:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(piece)
+        except ConnectionError as error:
+            raise ClientGone from error
+        self._writing = False
+        self._tail = (self._tail + piece[-2:])[-2:]
+
+    async def _end(self) -> None:
+        self._writing = True
+        try:
+            await self.response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+        self._writing = False

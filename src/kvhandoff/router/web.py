@@ -1,0 +1,87 @@
+"""HTTP odds and ends of the router: bodies in, JSON out, errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvhandoff.core.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+CLIENT_LEFT = 499
+"""The status in records and metrics of a request whose client left; nobody receives it."""
+
+INTERNAL_ERROR = RequestError("internal error", status=500, code="internal_error", kind="server_error")
+
+
+class ClientGone(Exception):
+    """The client left, or has stopped reading."""
+
+
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """JSON of anything msgspec can encode."""
+    body = msgspec.json.encode(value)
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> web.Response:
+    """The error as OpenAI clients parse it."""
+    return json_response(error.body(), status=error.status, headers=headers)
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error is an OpenAI error body, those of routing (404, 405) too, and none ends the service."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return _from_http(request, error)
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return error_response(INTERNAL_ERROR)
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> web.Response:
+    where = f"{request.method} {request.path}"
+    match error:
+        case web.HTTPNotFound():
+            said = RequestError(f"no such endpoint: {where}", status=404, code="unknown_url")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            why = f"{where}: allowed methods are {allowed}"
+            said = RequestError(why, status=405, code="method_not_supported")
+        case _:
+            said = RequestError(f"{where}: {error.reason}", status=error.status)
+    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+    return error_response(said, headers)
+
+
+async def read_body(request: web.Request, limit_bytes: int, read_s: float) -> bytes:
+    """The body. Raises RequestError when it is too large, too slow or garbled, and ClientGone."""
+    too_large = RequestError(
+        f"body: more than the allowed {limit_bytes} bytes", status=413, param="body", code="body_too_large"
+    )
+    if (request.content_length or 0) > limit_bytes:
+        raise too_large
+    try:
+        async with asyncio.timeout(read_s):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    except TimeoutError as error:
+        why = f"body: not complete after {read_s:g} s"
+        raise RequestError(why, status=408, param="body", code="body_timeout") from error
+    except web.RequestPayloadError as error:
+        raise RequestError(f"body: can't be read ({error})", param="body") from error
+    except ConnectionError as error:
+        raise ClientGone from error

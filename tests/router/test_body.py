@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.body import parse_body, summarize
+from kvhandoff.router.policy import RequestSummary
+
+
+def summary(*, chat: bool = False, **fields: Any) -> RequestSummary:
+    return summarize(parse_body(msgspec.json.encode(fields)), chat=chat)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"no json",
+        b"[1]",
+        b'"text"',
+        b"null",
+        b'{"a":1} x',
+        b'{"a":[1,}',
+        b'{"\xff":1}',
+        b'{"a":' + b"[" * 100_000,
+    ],
+)
+def test_no_json_object(raw: bytes) -> None:
+    with pytest.raises(RequestError, match="body: it must be a JSON object") as error:
+        parse_body(raw)
+    assert (error.value.status, error.value.param) == (400, "body")
+
+
+@given(st.binary(max_size=200))
+def test_anything_is_parsed_or_refused(raw: bytes) -> None:
+    try:
+        fields = parse_body(raw)
+    except RequestError:
+        return
+    assert isinstance(summarize(fields, chat=False), RequestSummary)
+    assert isinstance(summarize(fields, chat=True), RequestSummary)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+FIELDS = ["model", "prompt", "messages", "stream", "echo", "logprobs", "prompt_logprobs", "cache_salt"]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.booleans())
+def test_any_types_are_summarized(fields: dict[str, Any], chat: bool) -> None:
+    made = summary(chat=chat, **fields)
+    assert made.prompt_bound >= 0
+    assert made.prompts >= 0
+    assert made.stream is (fields.get("stream") is True)
+    assert made.model == (fields["model"] if isinstance(fields.get("model"), str) else "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "bound"),
+    [
+        ("hello", 1, 5),
+        ("", 1, 0),
+        ("é\n", 1, 3),  # bytes of the text, not of its JSON
+        ("x" * 5000, 1, 5002),
+        ([1, 2, 3], 1, 3),
+        ([], 1, 0),
+        (["one"], 1, 7),
+        (["one", "two"], 2, 13),
+        ([[1, 2], [3]], 2, 11),
+        (5, 1, 0),
+        (None, 1, 0),
+    ],
+)
+def test_prompt(prompt: Any, prompts: int, bound: int) -> None:
+    made = summary(prompt=prompt)
+    assert (made.prompts, made.prompt_bound) == (prompts, bound)
+
+
+def test_chat_counts_the_messages_json() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    made = summary(chat=True, messages=messages, prompt=["a", "b"])
+    assert (made.prompts, made.prompt_bound) == (1, len(msgspec.json.encode(messages)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": 5}, True),
+        ({"prompt_logprobs": None}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": True, "logprobs": None}, False),
+        ({"echo": True}, False),
+        ({"echo": False, "logprobs": 5}, False),
+        ({"logprobs": 5}, False),
+        ({}, False),
+    ],
+)
+def test_prompt_logprobs(fields: dict[str, Any], wanted: bool) -> None:
+    assert summary(**fields).prompt_logprobs is wanted
+
+
+def test_rest() -> None:
+    made = summary(model="m", stream=True, cache_salt="s")
+    assert (made.model, made.stream, made.cache_salt) == ("m", True, "s")
+    made = summary(model=5, stream="true", cache_salt=[])
+    assert (made.model, made.stream, made.cache_salt) == ("", False, "")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.router.config import RouterConfig, Timeouts
+
+GOOD: dict[str, Any] = {"decode": ("http://127.0.0.1:1",), "cluster_key": b"k"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decode": ()}, "decode: got no URL"),
+        ({"decode": ("127.0.0.1:1",)}, "decode: got '127.0.0.1:1'"),
+        ({"decode": ("ftp://h:1",)}, "allowed is http://HOST:PORT"),
+        ({"decode": ("http://h:x",)}, "decode: got 'http://h:x'"),
+        ({"decode": ("http://h:70000",)}, "decode: got"),
+        ({"decode": ("http://h:1/v1",)}, "decode: got 'http://h:1/v1'"),
+        ({"prefill": ("http://h:1?a=b",)}, "prefill: got"),
+        ({"prefill": ("http://127.0.0.1:1/",)}, "http://127.0.0.1:1 more than once"),
+        ({"cluster_key": b""}, "cluster_key: got an empty key"),
+        ({"path": "push"}, "path: got 'push', allowed is auto, pull, local"),
+        ({"on_miss": "retry"}, "on_miss: got 'retry', allowed is recompute, error"),
+        ({"port": 65536}, "port: got 65536"),
+        ({"max_attempts": 0}, "max_attempts: got 0"),
+        ({"timeouts": Timeouts(connect_s=-1)}, "timeouts.connect_s: got -1"),
+        ({"timeouts": Timeouts(idle_s=float("nan"))}, "timeouts.idle_s: got nan"),
+    ],
+)
+def test_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RouterConfig(**(GOOD | fields))
+    assert message in str(error.value)
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(RouterConfig(**(GOOD | {"cluster_key": b"secret"})))

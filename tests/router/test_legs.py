@@ -1,0 +1,140 @@
+"""The rewriting table: a test per row (field cases 31, 32)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvhandoff.router.answers import TicketParams
+from kvhandoff.router.body import parse_body
+from kvhandoff.router.legs import REWRITING, decode_fields, leg_body, leg_headers, prefill_fields
+
+ABSENT = object()
+
+ROWS: list[tuple[str, Any, Any, Any]] = [
+    # field, the client's, the prefill leg's, the decode leg's
+    ("max_tokens", 500, 1, 500),
+    ("max_completion_tokens", 500, ABSENT, 500),
+    ("max_output_tokens", 500, ABSENT, 500),
+    ("min_tokens", 5, 1, 5),
+    ("n", 4, ABSENT, 4),
+    ("best_of", 4, ABSENT, 4),
+    ("use_beam_search", True, ABSENT, True),
+    ("stop", ["\n"], ABSENT, ["\n"]),
+    ("stop_token_ids", [7], ABSENT, [7]),
+    ("include_stop_str_in_output", True, ABSENT, True),
+    ("ignore_eos", True, True, True),
+    ("logprobs", 5, ABSENT, 5),
+    ("top_logprobs", 5, ABSENT, 5),
+    ("return_token_ids", True, ABSENT, True),
+    ("return_tokens_as_token_ids", True, ABSENT, True),
+    ("prompt_logprobs", 1, ABSENT, 1),
+    ("echo", True, ABSENT, True),
+    ("stream", True, False, True),
+    ("stream_options", {"include_usage": True}, ABSENT, {"include_usage": True}),
+    ("temperature", 0.7, 0.7, 0.7),
+    ("top_p", 0.9, 0.9, 0.9),
+    ("top_k", 40, 40, 40),
+    ("min_p", 0.1, 0.1, 0.1),
+    ("seed", 1234, 1234, 1234),
+    ("presence_penalty", 0.5, 0.5, 0.5),
+    ("frequency_penalty", 0.5, 0.5, 0.5),
+    ("repetition_penalty", 1.1, 1.1, 1.1),
+    ("logit_bias", {"5": 1.0}, {"5": 1.0}, {"5": 1.0}),
+    ("tools", [{"type": "function"}], [{"type": "function"}], [{"type": "function"}]),
+    ("tool_choice", "required", "required", "required"),
+    ("parallel_tool_calls", False, False, False),
+    ("response_format", {"type": "json_object"}, ABSENT, {"type": "json_object"}),
+    ("structured_outputs", {"regex": "a"}, ABSENT, {"regex": "a"}),
+    ("guided_json", {"type": "object"}, ABSENT, {"type": "object"}),
+    ("guided_regex", "a+", ABSENT, "a+"),
+    ("guided_choice", ["a"], ABSENT, ["a"]),
+    ("guided_grammar", "g", ABSENT, "g"),
+    ("cache_salt", "tenant", "tenant", "tenant"),
+    ("request_id", "mine", ABSENT, ABSENT),
+    ("kv_transfer_params", {"remote_host": "169.254.169.254"}, ABSENT, ABSENT),
+    # no row: kept
+    ("messages", [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}], None),
+    ("prompt", "hi", "hi", "hi"),
+    ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}, None),
+    ("add_generation_prompt", False, False, False),
+    ("user", "u", "u", "u"),
+]
+
+
+def rewritten(**client: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    fields = parse_body(msgspec.json.encode(client))
+    legs = prefill_fields(fields), decode_fields(fields)
+    prefill, decode = (msgspec.json.decode(leg_body(leg, None)) for leg in legs)
+    return prefill, decode
+
+
+def test_every_row_has_a_test() -> None:
+    assert set(REWRITING) <= {name for name, *_ in ROWS}
+
+
+@pytest.mark.parametrize(("name", "client", "prefill", "decode"), ROWS, ids=[row[0] for row in ROWS])
+def test_row(name: str, client: Any, prefill: Any, decode: Any) -> None:
+    p, d = rewritten(**{name: client})
+    assert p.get(name, ABSENT) == prefill
+    assert d.get(name, ABSENT) == (client if decode is None else decode)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_tokens": 500},
+        {"max_completion_tokens": 500},
+        {"max_tokens": 500, "max_completion_tokens": 400},
+        {"max_output_tokens": 500},
+        {"max_tokens": None},
+        {"max_tokens": 100, "min_tokens": 5},
+        {"max_tokens": 100, "n": 3, "best_of": 3, "ignore_eos": True},
+    ],
+)
+def test_prefill_makes_one_token_in_all(limits: dict[str, Any]) -> None:
+    p, d = rewritten(**limits)
+    assert p["max_tokens"] == 1
+    assert p["stream"] is False
+    assert not {"max_completion_tokens", "max_output_tokens", "n", "best_of"} & set(p)
+    assert p.get("min_tokens", 0) <= 1
+    assert d == limits  # the client's own limit holds there
+
+
+@pytest.mark.parametrize(("client", "prefill"), [(0, 0), (1, 1), (2, 1), (-3, -3), ("x", "x"), (1.5, 1.5)])
+def test_min_tokens_is_capped_only_if_it_is_a_number(client: Any, prefill: Any) -> None:
+    """What is wrong stays wrong, so that the prefill engine refuses it."""
+    assert rewritten(min_tokens=client)[0]["min_tokens"] == prefill
+
+
+def test_the_client_s_fields_are_not_changed() -> None:
+    fields = parse_body(b'{"max_tokens":5,"kv_transfer_params":{}}')
+    before = dict(fields)
+    prefill_fields(fields)
+    assert fields == before
+
+
+def test_params_take_the_client_s_place() -> None:
+    params = TicketParams("payload.signature", msgspec.Raw(b"[1,2]"))
+    body = leg_body(decode_fields(parse_body(b'{"kv_transfer_params":{"a":1},"n":2}')), params)
+    assert body == b'{"n":2,"kv_transfer_params":{"ticket":"payload.signature","prompt_token_ids":[1,2]}}'
+    body = leg_body({}, TicketParams("payload.signature"))
+    assert body == b'{"kv_transfer_params":{"ticket":"payload.signature"}}'
+
+
+def test_headers() -> None:
+    client = {
+        "traceparent": "t",
+        "Authorization": "s",
+        "X-Request-Id": "mine",
+        "x-prefiller-host-port": "h",
+    }
+    assert leg_headers(client, "id") == {
+        "traceparent": "t",
+        "Content-Type": "application/json",
+        "Accept-Encoding": "identity",
+        "X-Request-Id": "id",
+    }

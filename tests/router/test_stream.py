@@ -1,0 +1,64 @@
+"""Finding the first content (field case 58), however the bytes are cut (field case 35)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhandoff.router.stream import FirstContent
+
+ROLE = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+TEXT = 'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"日"}}]}\n\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("event", "found"),
+    [
+        (ROLE, False),
+        (TEXT, True),
+        (b'data: {"choices":[{"delta":{"content":null}}]}\n\n', False),
+        (b'data: {"choices":[{"delta":{}}]}\n\n', False),
+        (b'data: {"choices":[{"text":""}]}\n\n', False),
+        (b'data: {"choices":[{"text":"a"}]}\n\n', True),
+        (b'data:{"choices":[{"text":"a"}]}\r\n\r\n', True),
+        (b'data: {"choices":[{"text":""},{"text":"b"}]}\n\n', True),
+        (b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n', True),
+        (b'data: {"choices":[{"delta":{"reasoning":"hm"}}]}\n\n', True),
+        (b'data: {"choices":[{"delta":{"refusal":"no"}}]}\n\n', True),
+        (b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n', True),
+        (b'data: {"choices":[{"delta":{"tool_calls":[]}}]}\n\n', False),
+        (b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n', False),
+        (b'data: {"error":{"message":"x"}}\n\n', False),
+        (b"data: [DONE]\n\n", False),
+        (b"data: {broken\n\n", False),
+        (b'data: {"choices":[{"text":5}]}\n\n', False),
+        (b': {"choices":[{"text":"a"}]}\n\n', False),
+        (b"event: x\n\n", False),
+        (b'data: {"choices":[{"text":"a"}]}', False),  # not whole yet
+    ],
+)
+def test_event(event: bytes, found: bool) -> None:
+    assert FirstContent().feed(event) is found
+
+
+@given(st.lists(st.integers(0, len(ROLE) + len(TEXT)), max_size=12))
+def test_any_cut(cuts: list[int]) -> None:
+    raw = ROLE + TEXT
+    edges = [0, *sorted(cuts), len(raw)]
+    scan = FirstContent()
+    for start, end in pairwise(edges):
+        # Found with the end of the line that holds it, and not a byte before.
+        assert scan.feed(raw[start:end]) is (end >= len(raw) - 1)
+    assert scan.found
+    assert scan.response_id == "chatcmpl-1"
+
+
+def test_a_line_without_end_is_not_collected_for_ever() -> None:
+    scan = FirstContent()
+    fed = 0
+    while not scan.feed(b"x" * 2**16):
+        fed += 2**16
+        assert fed <= 2**20
