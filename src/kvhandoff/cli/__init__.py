@@ -1,1 +1,44 @@
-"""The command line."""
+"""The command line: `kvhandoff up`, `engine`, `router`.
+
+Bad input ends with a message on standard error and exit code 2; `--help` loads neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from kvhandoff import __version__
+from kvhandoff.cli import engine, router, up
+from kvhandoff.core.errors import ConfigError
+
+app = typer.Typer(
+    name="kvhandoff",
+    help="Serve LLMs with prefill and decode on separate engines, and a verified KV handoff per request.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("up")(up.up)
+app.command("engine")(engine.engine)
+app.command("router")(router.router)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+) -> None:
+    if version:
+        sys.stdout.write(f"kvhandoff {__version__}\n")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The `kvhandoff` command."""
+    try:
+        app()
+    except ConfigError as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        sys.exit(2)

@@ -64,7 +64,7 @@ class AgentLeg:
         self.key = ticket.key if ticket is not None else HandoffKey(handoff_id, 0)  # type: ignore[arg-type]
         self.role: Literal["prefill", "decode", "local"] = "local"
         if ticket is not None and ticket.leg in ("prefill", "decode"):
-            self.role = ticket.leg  # type: ignore[assignment]
+            self.role = ticket.leg
         self.cache_salt = ticket.cache_salt if ticket is not None else None
         self.prompt_token_ids: Sequence[int] | None = None
         if self.role == "decode":

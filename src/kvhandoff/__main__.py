@@ -1,0 +1,5 @@
+"""`python -m kvhandoff` is the `kvhandoff` command."""
+
+from kvhandoff.cli import main
+
+main()

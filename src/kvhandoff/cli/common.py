@@ -1,0 +1,73 @@
+"""What the commands share: the cluster key, logging, and how a process learns that it should end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import typer
+
+from kvhandoff.core.errors import ConfigError
+
+CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
+
+ClusterKeyFile = typer.Option(
+    None,
+    "--cluster-key-file",
+    help=f"File with the key that router and engines share; else ${CLUSTER_KEY_ENV}.",
+    dir_okay=False,
+)
+LogLevel = typer.Option("info", "--log-level", help="debug, info, warning or error.")
+Lifeline = typer.Option(False, "--lifeline", hidden=True, help="End when standard input closes.")
+
+
+def cluster_key(file: Path | None) -> bytes:
+    """The key of this cluster. Raises ConfigError when there is none."""
+    if file is not None:
+        try:
+            key = file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"cluster-key-file: {file} can't be read ({error.strerror})") from error
+    else:
+        key = os.environ.get(CLUSTER_KEY_ENV, "").encode()
+    if not key:
+        raise ConfigError(f"cluster key: none given; set ${CLUSTER_KEY_ENV} or --cluster-key-file")
+    return key
+
+
+def set_up_logging(level: str, name: str) -> None:
+    """One line per event on standard error, marked with the process's name."""
+    levels = {
+        "debug": logging.DEBUG,
+        "info": logging.INFO,
+        "warning": logging.WARNING,
+        "error": logging.ERROR,
+    }
+    if level not in levels:
+        raise ConfigError(f"log-level: got {level!r}, allowed is {', '.join(levels)}")
+    logging.basicConfig(
+        level=levels[level],
+        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def stop_event(*, lifeline: bool) -> asyncio.Event:
+    """Set at SIGINT or SIGTERM and, with a lifeline, when whoever holds the other end of standard input ends:
+    so a killed supervisor leaves nothing behind."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if lifeline:
+
+        def readable() -> None:
+            if not os.read(0, 4096):
+                loop.remove_reader(0)
+                stop.set()
+
+        loop.add_reader(0, readable)
+    return stop

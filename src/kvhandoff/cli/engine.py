@@ -1,0 +1,102 @@
+"""`kvhandoff engine`: one embedded engine."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import typer
+
+from kvhandoff.cli.common import ClusterKeyFile, Lifeline, LogLevel, cluster_key, set_up_logging, stop_event
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.settings import HandoffSettings
+
+
+class Role(StrEnum):
+    """What an engine does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class TransportChoice(StrEnum):
+    """How KV blocks move."""
+
+    AUTO = "auto"
+    NIXL = "nixl"
+    SHM = "shm"
+
+
+def engine(
+    role: Role = typer.Option(..., help="What this engine does for a request."),
+    model: str = typer.Option("smollm2", help="smollm2, a model directory, or a Hugging Face id."),
+    model_name: str | None = typer.Option(None, help="Name under which it is served; default: --model."),
+    engine_id: str | None = typer.Option(None, help="Name in records and metrics; default: role and port."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen at."),
+    port: int = typer.Option(0, min=0, max=65535, help="0 takes a free one."),
+    control: str = typer.Option("tcp://127.0.0.1:0", help="Where other engines reach this one."),
+    transport: TransportChoice = typer.Option(
+        TransportChoice.AUTO, help="NIXL if installed, or shared memory."
+    ),
+    dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or auto: the checkpoint's."),
+    exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
+    device: str = typer.Option("cpu", help="cpu, or cuda (untested)."),
+    block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
+    kv_memory: float | None = typer.Option(None, min=0.001, help="GiB of KV; default 1."),
+    kv_blocks: int | None = typer.Option(None, min=1, help="KV blocks, instead of --kv-memory."),
+    max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
+    max_step_tokens: int = typer.Option(512, min=1, help="Tokens in a step: the prefill chunk."),
+    prefix_cache: bool = typer.Option(True, help="Reuse the KV of prompts with the same beginning."),
+    threads: int | None = typer.Option(None, min=1, help="Threads of the model; default: torch's."),
+    offer_lease: float = typer.Option(HandoffSettings().offer_lease_s, min=0.1, help="Seconds."),
+    claim_lease: float = typer.Option(HandoffSettings().claim_lease_s, min=0.1, help="Seconds."),
+    cluster_key_file: Path | None = ClusterKeyFile,
+    log_level: str = LogLevel,
+    lifeline: bool = Lifeline,
+) -> None:
+    """Run one embedded engine. When it serves, it prints one line of JSON with its addresses."""
+    from kvhandoff.embedded.process import EngineConfig, Started, prepare, run_engine
+
+    if kv_memory is not None and kv_blocks is not None:
+        raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
+    name = engine_id or f"{role}-{port or 'engine'}"
+    set_up_logging(log_level, name)
+    prepare(exact=exact, threads=threads)
+
+    from kvhandoff.embedded.models import resolve_model
+    from kvhandoff.embedded.web import run_main
+
+    config = EngineConfig(
+        model_dir=resolve_model(model),
+        model_name=model_name or model,
+        role=role.value,
+        engine_id=name,
+        cluster_key=cluster_key(cluster_key_file),
+        host=host,
+        port=port,
+        control=control,
+        transport=transport.value,
+        dtype=dtype,
+        exact=exact,
+        device=device,
+        block_size=block_size,
+        kv_bytes=None if kv_memory is None else int(kv_memory * 2**30),
+        num_blocks=kv_blocks,
+        max_num_seqs=max_num_seqs,
+        max_step_tokens=max_step_tokens,
+        prefix_cache=prefix_cache,
+        threads=threads,
+        settings=HandoffSettings(offer_lease_s=offer_lease, claim_lease_s=claim_lease),
+    )
+
+    def announce(started: Started) -> None:
+        sys.stdout.write(msgspec.json.encode(started).decode() + "\n")
+        sys.stdout.flush()
+
+    async def serve() -> None:
+        await run_engine(config, announce, stop_event(lifeline=lifeline))
+
+    run_main(serve())

@@ -1,0 +1,140 @@
+"""`kvhandoff up`: engines and router on this machine, with one command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from kvhandoff.cli.children import Child, ChildFailed, keep_running
+from kvhandoff.cli.common import CLUSTER_KEY_ENV, stop_event
+from kvhandoff.cli.engine import TransportChoice
+from kvhandoff.cli.router import MissOption, PathOption
+from kvhandoff.core.errors import ConfigError
+
+_Result = TypeVar("_Result")
+
+
+def up(
+    model: str = typer.Option("smollm2", help="smollm2, a model directory, or a Hugging Face id."),
+    prefill: int = typer.Option(1, min=0, help="Prefill engines."),
+    decode: int = typer.Option(1, min=1, help="Decode engines."),
+    host: str = typer.Option("127.0.0.1", help="Address of the router; engines stay on 127.0.0.1."),
+    port: int = typer.Option(8000, min=0, max=65535, help="Port of the router; 0 takes a free one."),
+    path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
+    transport: TransportChoice = typer.Option(
+        TransportChoice.AUTO, help="NIXL if installed, or shared memory."
+    ),
+    on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
+    dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or auto: the checkpoint's."),
+    exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
+    kv_memory: float = typer.Option(1.0, min=0.001, help="GiB of KV for each engine."),
+    block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
+    max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
+    threads: int | None = typer.Option(None, min=1, help="Threads of each engine; default: cores / engines."),
+    log_level: str = typer.Option("warning", help="debug, info, warning or error."),
+) -> None:
+    """Serve a model through prefill engines, decode engines and a router on this machine."""
+    from kvhandoff.embedded.models import resolve_model
+
+    _check_port(host, port)
+    model_dir = resolve_model(model)
+    engines = prefill + decode
+    key = secrets.token_hex(32)
+    environment = {**os.environ, CLUSTER_KEY_ENV: key}
+    common = [
+        *("--model", str(model_dir), "--model-name", model),
+        *("--transport", transport, "--dtype", dtype, "--exact" if exact else "--no-exact"),
+        *("--kv-memory", str(kv_memory), "--block-size", str(block_size)),
+        *("--max-num-seqs", str(max_num_seqs), "--log-level", log_level),
+        *("--threads", str(threads or max(1, (os.cpu_count() or 1) // engines))),
+    ]
+
+    def engine(role: str, index: int) -> Child:
+        name = f"{role}-{index}"
+        return Child(name, ["engine", "--role", role, "--engine-id", name, *common], environment)
+
+    children = [engine("prefill", i) for i in range(prefill)] + [engine("decode", i) for i in range(decode)]
+
+    def router(urls: list[str]) -> Child:
+        arguments = ["router", "--host", host, "--path", path, "--on-miss", on_miss, "--log-level", log_level]
+        for index, url in enumerate(urls):
+            arguments += ["--prefill" if index < prefill else "--decode", url]
+        return Child("router", arguments, environment, port=port)
+
+    uvloop.run(_serve(children, router, model))
+
+
+async def _serve(engines: list[Child], make_router: Callable[[list[str]], Child], model: str) -> None:
+    console = Console(stderr=True, highlight=False)
+    stop = stop_event(lifeline=False)
+    children = list(engines)
+    keepers: list[asyncio.Task[None]] = []
+    try:
+        with console.status(f"starting {len(engines)} engines with {model} …"):
+            started = await _unless(stop, asyncio.gather(*(child.start() for child in engines)))
+            if started is None:
+                return
+            router = make_router([facts["url"] for facts in started])
+            children.append(router)
+            facts = await _unless(stop, router.start())
+            if facts is None:
+                return
+        _tell(console, model, engines, started, facts["url"])
+        keepers = [asyncio.create_task(keep_running(child, console.print)) for child in children]
+        await stop.wait()
+    except ChildFailed as error:
+        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        with console.status("stopping …"):
+            await asyncio.gather(*(child.stop() for child in reversed(children)))
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | None:
+    """The result of `work`, or None if `stop` comes first."""
+    working, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopped, working}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        stopped.cancel()
+        working.cancel()
+
+
+def _check_port(host: str, port: int) -> None:
+    """A used port is found before the engines are started, not after."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"port {port} on {host}: can't listen ({error.strerror})") from error
+
+
+def _tell(
+    console: Console, model: str, engines: list[Child], started: list[dict[str, str]], url: str
+) -> None:
+    """What runs where, and how to try it."""
+    table = Table("process", "address", "transport", box=None, padding=(0, 2, 0, 0))
+    for child, facts in zip(engines, started, strict=True):
+        table.add_row(child.name, facts["url"], facts["transport"])
+    table.add_row("router", url)
+    console.print(table)
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": model, "messages": [message]})
+    command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    console.print(f"\nReady. Try:\n\n{command}\n", soft_wrap=True, markup=False)
+    console.print(f"and then {url}/v1/handoffs/ID with the answer's id. Ctrl-C ends all.", soft_wrap=True)

@@ -1,0 +1,154 @@
+"""One embedded engine as a process: model, engine core, agent and server put together, and taken apart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.ids import Identity
+from kvhandoff.embedded.exact import prepare_environment
+from kvhandoff.handoff.settings import HandoffSettings
+from kvhandoff.transport.api import DataPlane
+from kvhandoff.transport.mover import Mover
+from kvhandoff.transport.region import SharedRegion
+
+_log = logging.getLogger(__name__)
+
+Transport = Literal["auto", "nixl", "shm"]
+
+GIL_SWITCH_S = 0.0005
+"""The engine thread gives the asyncio thread a turn after this long (Python's default is 5 ms): a claim that
+comes in during a forward pass is answered between two of its operators, not after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine process, as the command line describes it."""
+
+    model_dir: Path
+    model_name: str
+    role: Literal["prefill", "decode", "both"]
+    engine_id: str
+    cluster_key: bytes
+    host: str = "127.0.0.1"
+    port: int = 0
+    control: str = "tcp://127.0.0.1:0"
+    transport: Transport = "auto"
+    dtype: str = "auto"
+    exact: bool = False
+    device: str = "cpu"
+    block_size: int = 16
+    kv_bytes: int | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int = 16
+    max_step_tokens: int = 512
+    prefix_cache: bool = True
+    threads: int | None = None
+    settings: HandoffSettings = field(default_factory=HandoffSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Where a started engine listens."""
+
+    url: str
+    control_address: str
+    epoch: str
+    transport: str
+
+
+def prepare(*, exact: bool, threads: int | None) -> None:
+    """Set what torch reads when it loads; before anything imports it."""
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    prepare_environment(exact)
+    sys.setswitchinterval(GIL_SWITCH_S)
+
+
+async def run_engine(config: EngineConfig, started: Callable[[Started], None], stop: asyncio.Event) -> None:
+    """Serve until `stop`. Call `prepare` first. Raises ConfigError for what can't be served."""
+    from kvhandoff.embedded.agent import EngineAgent, EngineFacts
+    from kvhandoff.embedded.core import EngineCore
+    from kvhandoff.embedded.runner import load_runner
+    from kvhandoff.embedded.server import create_app, serve
+    from kvhandoff.embedded.text import TextProcessor
+
+    transport = choose_transport(config.transport)
+    text = TextProcessor.load(config.model_dir)
+    runner = await asyncio.to_thread(
+        load_runner,
+        config.model_dir,
+        dtype=config.dtype,
+        exact=config.exact,
+        block_size=config.block_size,
+        device=config.device,
+        num_blocks=config.num_blocks,
+        kv_bytes=config.kv_bytes,
+        region_factory=SharedRegion.allocate,
+    )
+    region = runner.region
+    core = EngineCore(
+        runner,
+        num_blocks=region.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache,
+    )
+    facts = EngineFacts(
+        engine_id=config.engine_id,
+        role=config.role,
+        model=config.model_name,
+        model_fingerprint=runner.model_fingerprint,
+        num_blocks=region.num_blocks,
+    )
+    mover = Mover(plane_factory(transport, facts.identity), region)
+    agent = EngineAgent(
+        facts, core, mover, config.cluster_key, control_bind=config.control, settings=config.settings
+    )
+    core.hooks = agent
+    await agent.start()
+    core.start()
+    server = None
+    try:
+        app = create_app(agent, core, text, config.model_name)
+        server = await serve(app, config.host, config.port)
+        url = f"http://{config.host}:{server.port}"
+        started(Started(url, agent.control_address, facts.epoch, transport))
+        _log.info("%s engine %s serves %s at %s", config.role, facts.identity, config.model_name, url)
+        await stop.wait()
+    finally:
+        if server is not None:
+            await server.close()
+        await asyncio.to_thread(core.close)
+        await agent.close()
+
+
+def choose_transport(wanted: Transport) -> Literal["nixl", "shm"]:
+    """NIXL where its wheel is installed, else shared memory. Raises ConfigError for NIXL without a wheel."""
+    installed = find_spec("nixl_cu12") is not None
+    if wanted == "nixl" and not installed:
+        raise ConfigError(
+            "transport: got 'nixl', but the extra is not installed: pip install kvhandoff[nixl]"
+        )
+    if wanted == "auto":
+        return "nixl" if installed else "shm"
+    return wanted
+
+
+def plane_factory(transport: Literal["nixl", "shm"], me: Identity) -> Callable[[], DataPlane]:
+    """What makes the data plane, on the mover's thread."""
+    if transport == "nixl":
+        from kvhandoff.transport.nixl import NixlPlane
+
+        return lambda: NixlPlane(me)
+    from kvhandoff.transport.shm import SharedMemoryPlane
+
+    return SharedMemoryPlane
