@@ -207,7 +207,7 @@ async def until(
     """Wait for a condition; fails after `within` seconds with what `describe` says."""
     try:
         async with asyncio.timeout(within):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  other threads' conditions have no event
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {within} s: {describe()}") from None
