@@ -1,0 +1,65 @@
+"""What the router and the operator ask of an engine, beside completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from kvhandoff.core.errors import RequestError, invalid, unavailable
+from kvhandoff.embedded.api import Agent, EngineControl
+from kvhandoff.embedded.web import Limits, error_response, json_response, read_body
+
+
+class Internal:
+    """Health, metrics, blocks, state, and the router's tickets that are no request of a client."""
+
+    def __init__(self, agent: Agent, engine_core: EngineControl, limits: Limits) -> None:
+        self._agent = agent
+        self._engine = engine_core
+        self._limits = limits
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 while requests are taken."""
+        if not self._engine.healthy:
+            return error_response(unavailable("the engine has stopped", code="engine_stopped"))
+        return json_response({"status": "ok"})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Prometheus text format."""
+        return web.Response(
+            body=self._agent.metrics(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def blocks(self, _: web.Request) -> web.Response:
+        """`BlockCounts`."""
+        return json_response(self._agent.blocks())
+
+    async def state(self, request: web.Request) -> web.Response:
+        """`EngineState`, with the legs that ended after the cursor `after` (default 0)."""
+        raw = request.query.get("after", "0")
+        if not (raw.isascii() and raw.isdecimal() and len(raw) < 20):
+            raise invalid("after", raw, "a cursor: 0, or one that an earlier answer gave")
+        return json_response(self._agent.state(int(raw)))
+
+    async def withdraw(self, request: web.Request) -> web.Response:
+        """End an offer, or the leg that would make it."""
+        return await self._obey(request, self._agent.withdraw)
+
+    async def peers(self, request: web.Request) -> web.Response:
+        """Connect to peers ahead of the first request."""
+        return await self._obey(request, self._agent.connect_peers)
+
+    async def _obey(self, request: web.Request, act: Callable[[object], None]) -> web.Response:
+        """`act` on the body's `ticket`; it checks the ticket itself. Answers `{}`."""
+        raw = await read_body(request, self._limits)
+        try:
+            body = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"body: not valid JSON ({error})") from error
+        if not isinstance(body, dict) or "ticket" not in body:
+            raise invalid("body", body, 'an object {"ticket": …}')
+        act(body["ticket"])
+        return json_response({})

@@ -1,0 +1,397 @@
+"""Streams: events as the tokens come, errors in the middle, clients that leave or don't read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from threading import Event
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import APIError
+
+from kvhandoff.core.errors import unavailable
+from kvhandoff.embedded.api import EngineRequest, TokenOutput
+from kvhandoff.embedded.detokenize import StopStrings
+from kvhandoff.embedded.generation import Choice, Run
+from kvhandoff.embedded.openai import CompletionBody
+from kvhandoff.embedded.server import Limits, run_main
+from kvhandoff.embedded.text import TextProcessor
+from tests.embedded.fake_agent import FakeAgent, FakeLeg, made_up, tokens
+from tests.embedded.serving import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    Serving,
+    give,
+    ids_of,
+    raw_connection,
+    read_events,
+    serving,
+    soon,
+    tiny_text,
+)
+from tests.embedded.test_openai_text import cut
+from tests.tinymodels import VOCAB_SIZE
+
+EOS = 2
+USER: Any = [{"role": "user", "content": "hi"}]
+
+
+class Stream:
+    """A stream opened by a test that is the engine too."""
+
+    def __init__(self, server: Serving, body: dict[str, Any], path: str = COMPLETIONS) -> None:
+        self._post = asyncio.create_task(server.session.post(path, json=body | {"stream": True}))
+        self.response: aiohttp.ClientResponse | None = None
+        self._events: Any = None
+
+    async def next(self) -> Any:
+        """The next event; the first one comes with the response's headers."""
+        if self.response is None:
+            self.response = await soon(self._post)
+            assert self.response.status == 200
+            assert self.response.content_type == "text/event-stream"
+            self._events = read_events(self.response)
+        return await anext(self._events, None)
+
+    @property
+    def answered(self) -> bool:
+        return self._post.done()
+
+    async def leave(self) -> None:
+        """As a client that goes away."""
+        if self.response is not None:
+            self.response.close()
+        self._post.cancel()
+        await asyncio.wait([self._post])
+
+
+async def test_chat_event_by_event() -> None:
+    """One event per token, each sent before the next token is made; the role comes with the first."""
+    async with serving() as server:
+        stream = Stream(server, {"messages": USER}, CHAT)
+        request = await server.request()
+        h, i = ids_of("xy")
+        assert not stream.answered
+        give(request, h)
+        role, first = await stream.next(), await stream.next()
+        assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert first["choices"][0]["delta"] == {"content": "x"}
+        give(request, i)
+        second = await stream.next()
+        assert second["choices"][0]["delta"] == {"content": "y"}
+        assert second["choices"][0]["finish_reason"] is None
+        give(request, EOS, finish_reason="stop", stop_token=EOS)
+        last = await stream.next()
+        assert last["choices"][0]["delta"] == {"content": ""}
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert await stream.next() == "[DONE]"
+        assert await stream.next() is None
+        assert {event["id"] for event in (role, first, second, last)} == {"chatcmpl-handoff0"}
+        assert {event["object"] for event in (role, first, second, last)} == {"chat.completion.chunk"}
+        assert all("usage" not in event for event in (role, first, second, last))
+        leg = await server.leg()
+        await soon(leg.ended.wait())
+        assert leg.calls == ["tokenized", "submit", "first_token", "finished"]
+        assert leg.outcome == ("stop", 3)
+
+
+async def test_half_characters_and_possible_stops_are_held() -> None:
+    async with serving() as server:
+        stream = Stream(server, {"prompt": "hi", "stop": "yz"})
+        request = await server.request()
+        rocket, (x, y) = ids_of("🚀"), ids_of("xy")
+        texts = []
+        for token_id in [*rocket, y, x]:
+            give(request, token_id)
+            texts.append((await stream.next())["choices"][0]["text"])
+        assert texts == ["", "", "", "🚀", "", "yx"]
+        give(request, y)
+        assert (await stream.next())["choices"][0]["text"] == ""
+        give(request, *ids_of("z"))
+        last = (await stream.next())["choices"][0]
+        assert (last["text"], last["finish_reason"], last["stop_reason"]) == ("", "stop", "yz")
+        assert await stream.next() == "[DONE]"
+        leg = await server.leg()
+        await soon(leg.ended.wait())
+        assert leg.aborted == [request.request_id]
+        assert leg.outcome == ("stop", 8)
+
+
+async def test_openai_client_stream_with_usage() -> None:
+    text = "Grüße an alle 🚀"
+    async with serving(tokens([*ids_of(text), EOS], "stop")) as server:
+        stream = await server.client.chat.completions.create(
+            model=MODEL, messages=USER, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert content == text
+    assert chunks[-1].choices == []
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens == len(ids_of(text)) + 1
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_continuous_usage() -> None:
+    """What guidellm asks for: every event says how many tokens there were so far."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving() as server:
+        stream = Stream(server, {"prompt": "hi", "stream_options": options})
+        request = await server.request()
+        for count, token_id in enumerate(ids_of("xyx"), 1):
+            give(request, token_id)
+            usage = (await stream.next())["usage"]
+            assert (usage["completion_tokens"], usage["prompt_tokens"]) == (count, len(ids_of("hi")))
+        await stream.leave()
+
+
+async def test_choices_are_told_apart() -> None:
+    async with serving(tokens(ids_of("abc"))) as server:
+        stream = await server.client.chat.completions.create(
+            model=MODEL, messages=USER, stream=True, n=2, logprobs=True
+        )
+        texts, roles = ["", ""], [0, 0]
+        async for chunk in stream:
+            [choice] = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+    assert (texts, roles) == (["abc", "abc"], [1, 1])
+
+
+async def test_echo_and_token_ids_in_a_stream() -> None:
+    body = {"prompt": "hi", "echo": True, "logprobs": 0, "return_token_ids": True}
+    async with serving(tokens(ids_of("ab"))) as server:
+        events = await server.events(COMPLETIONS, body | {"stream": True})
+    choices = [event["choices"][0] for event in events[:-1] if isinstance(event, dict)]
+    assert "".join(choice["text"] for choice in choices) == "hiab"
+    assert choices[0]["prompt_token_ids"] == ids_of("hi")
+    assert [i for choice in choices for i in choice["token_ids"]] == ids_of("ab")
+    offsets = [i for choice in choices for i in choice["logprobs"]["text_offset"]]
+    assert offsets == [0, 1, 2, 3]
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+
+
+async def test_a_reader_that_is_behind_gets_several_tokens_at_once() -> None:
+    async with serving() as server:
+        stream = Stream(server, {"prompt": "hi", "max_tokens": 400, "logprobs": 0})
+        request = await server.request()
+        token_ids = ids_of("x") * 399
+        for token_id in token_ids:
+            give(request, token_id)
+        give(request, token_ids[0], finish_reason="length")
+        events = []
+        while (event := await stream.next()) != "[DONE]":
+            events.append(event)
+    assert "".join(event["choices"][0]["text"] for event in events) == "x" * 400
+    assert len(events) < 10
+
+
+# -- errors in the middle ---------------------------------------------------------------------------------
+
+
+async def test_error_in_the_middle_of_a_stream() -> None:
+    async with serving() as server:
+        stream = Stream(server, {"prompt": "hi"})
+        request = await server.request()
+        give(request, *ids_of("x"))
+        assert (await stream.next())["choices"][0]["text"] == "x"
+        error = unavailable("the step failed", code="step_failed")
+        give(request, None, finish_reason="error", error=error)
+        assert await stream.next() == error.body()
+        assert await stream.next() is None
+        leg = await server.leg()
+        await soon(leg.ended.wait())
+        assert leg.outcome == ("error", 1)
+        # The connection is still good for another request.
+        server.agent.script = tokens(ids_of("ok"))
+        status, answer = await server.post(COMPLETIONS, {"prompt": "hi"})
+        assert (status, answer["choices"][0]["text"]) == (200, "ok")
+
+
+async def test_openai_client_sees_an_error_in_the_middle() -> None:
+    async with serving() as server:
+        task = asyncio.create_task(
+            server.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        )
+        request = await server.request()
+        give(request, *ids_of("x"))
+        stream = await soon(task)
+        give(request, None, finish_reason="abort")
+        with pytest.raises(APIError, match="ended this request"):
+            async for _ in stream:
+                pass
+
+
+async def test_refused_sibling_in_a_stream() -> None:
+    """The sibling is refused before anything was sent: an HTTP error, and the first sequence ends too."""
+    async with serving() as server:
+        task = asyncio.create_task(server.post(COMPLETIONS, {"prompt": "hi", "n": 2, "stream": True}))
+        request = await server.request()
+        server.agent.refuse = unavailable("pool is full", code="pool_full")
+        give(request, *ids_of("x"))
+        status, answer = await soon(task)
+        assert (status, answer["error"]["code"]) == (503, "pool_full")
+        assert server.agent.legs[0].outcome == ("error", 1)
+
+
+# -- clients that leave -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_leave_before_the_first_token(path: str, stream: bool) -> None:
+    async with serving() as server:
+        body = {"prompt": "hi", "messages": USER, "stream": stream}
+        task = asyncio.create_task(server.session.post(path, json=body))
+        leg = await server.leg()
+        await server.request()
+        task.cancel()
+        await soon(leg.ended.wait())
+        assert leg.calls == ["tokenized", "submit", "finished"]
+        assert leg.outcome == ("abort", 0)
+
+
+async def test_leave_in_the_middle_of_a_stream() -> None:
+    async with serving() as server:
+        stream = Stream(server, {"prompt": "hi", "n": 3})
+        request = await server.request()
+        give(request, *ids_of("x"))
+        await stream.next()
+        leg = await server.leg()
+        await stream.leave()
+        await soon(leg.ended.wait())
+        assert leg.outcome == ("abort", 1)
+        assert len(leg.requests) == 3
+        # The engine goes on until the abort takes effect: nobody minds.
+        give(request, *ids_of("y"))
+        give(request, None, finish_reason="abort")
+
+
+async def test_leave_with_several_prompts() -> None:
+    async with serving() as server:
+        body = {"prompt": ["a", "b", "c"]}
+        task = asyncio.create_task(server.session.post(COMPLETIONS, json=body))
+        legs = [await server.leg() for _ in range(3)]
+        requests = [await server.request() for _ in range(3)]
+        give(requests[1], *ids_of("x"), finish_reason="length")
+        task.cancel()
+        for leg in legs:
+            await soon(leg.ended.wait())
+        assert [leg.outcome[0] for leg in legs if leg.outcome] == ["abort"] * 3
+
+
+async def test_leave_while_the_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, go_on = Event(), Event()
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        started.set()
+        go_on.wait(10)
+        return [5]
+
+    monkeypatch.setattr(TextProcessor, "encode", encode)
+    async with serving(max_model_len=50_000) as server:
+        body = {"prompt": "long " * 2000}
+        task = asyncio.create_task(server.session.post(COMPLETIONS, json=body))
+        leg = await server.leg()
+        await asyncio.to_thread(started.wait, 10)
+        task.cancel()
+        await soon(leg.ended.wait())
+        go_on.set()
+        assert leg.calls == ["finished"]
+        assert leg.outcome == ("abort", 0)
+
+
+async def test_leave_before_the_offer_is_told() -> None:
+    """A prefill leg whose response nobody takes is an abort, though its token was made."""
+    async with serving(tokens(ids_of("x"))) as server:
+        server.agent.hold_response.clear()
+        body = {"prompt": "hi", "kv_transfer_params": {"leg": "prefill"}}
+        task = asyncio.create_task(server.session.post(COMPLETIONS, json=body))
+        leg = await server.leg()
+        await soon(leg.asked_for_params.wait())
+        task.cancel()
+        await soon(leg.ended.wait())
+        assert leg.outcome == ("abort", 1)
+
+
+async def test_a_client_that_reads_nothing_is_given_up() -> None:
+    """The engine is never held up by it, and after `stall_s` its request ends."""
+    async with serving(max_model_len=200_000, limits=Limits(stall_s=0.2)) as server:
+        body = b'{"prompt": "hi", "stream": true, "max_tokens": 100000, "logprobs": 20}'
+        head = b"Content-Length: %d\r\n\r\n" % len(body)
+        async with raw_connection(server.port, head + body):
+            leg = await server.leg()
+            request = await server.request()
+            # About 15 MB of events: more than all buffers on the way hold.
+            output = TokenOutput(request.request_id, 270, logprob=made_up(270, 20))
+            for _ in range(50_000):
+                request.on_output(output)
+            await soon(leg.ended.wait())
+            assert leg.outcome is not None
+            assert leg.outcome[0] == "abort"
+            assert leg.outcome[1] < 50_000
+
+
+async def test_shutdown_ends_what_runs() -> None:
+    async with serving() as server:
+        task = asyncio.create_task(server.session.post(COMPLETIONS, json={"prompt": "hi"}))
+        leg = await server.leg()
+        await server.request()
+    assert leg.outcome == ("abort", 0)
+    with pytest.raises(aiohttp.ClientError):
+        await soon(task)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        test_chat_event_by_event,
+        test_error_in_the_middle_of_a_stream,
+        test_leave_in_the_middle_of_a_stream,
+        test_leave_before_the_offer_is_told,
+        test_a_client_that_reads_nothing_is_given_up,
+        test_shutdown_ends_what_runs,
+    ],
+)
+def test_on_the_loop_of_production(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Engines run on uvloop where there is one; pytest runs the tests on asyncio's own loop."""
+    run_main(scenario())
+
+
+# -- any tokens, any stop strings -------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_pieces_of_a_choice_are_the_cut_text(data: st.DataObject) -> None:
+    """Whatever the tokens and the stop strings: the pieces are the whole text, cut where a reference cuts."""
+    text = tiny_text()
+    token_ids = data.draw(st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=25))
+    whole = text.decode(token_ids)
+    parts = [whole[a : a + n] for a in range(len(whole)) for n in (1, 2, 5)]
+    stops = data.draw(
+        st.lists(st.one_of(st.sampled_from(parts), st.text(min_size=1, max_size=3)), max_size=3)
+    )
+    include = data.draw(st.booleans())
+    body = CompletionBody(prompt="", stop=stops, include_stop_str_in_output=include)
+    run = Run(FakeLeg(FakeAgent(), None))
+    choice = Choice(0, run, body, text, StopStrings(stops) if stops else None)
+    run.choices = [choice]
+    shown, pieces = "", []
+    for output in tokens(token_ids)(EngineRequest(choice.request_id, [5], run.params, lambda _: None)):
+        pieces.append(choice.accept(output))
+        shown += pieces[-1].text
+        if choice.finish_reason is not None:
+            break
+    expected, stop = cut(whole, stops, include=include)
+    assert shown == expected
+    assert choice.finish_reason == ("length" if stop is None else "stop")
+    assert pieces[-1].stop_reason == stop
+    assert run.completion_tokens == sum(len(piece.token_ids) for piece in pieces)
