@@ -86,22 +86,38 @@ class FakeRunner:
 
 
 class FakeHooks:
-    """Implements `KVHooks` by writing down what it is told."""
+    """Implements `KVHooks`: writes down what it is told, and which blocks the handoff side has to return."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.loads: dict[str, tuple[tuple[int, ...], int]] = {}
+        """Every load that was asked for: the prompt's blocks, how many of them were cached."""
+        self.awaited: list[str] = []
+        """Loads without an answer."""
+        self.unfenced: list[str] = []
+        """Loads that failed or were abandoned; bytes may still land in their blocks."""
+        self.fenced: list[str] = []
+        """Those whose blocks were returned."""
         self.offers: dict[str, list[int]] = {}
 
     def load_allocated(self, request_id: str, blocks: Sequence[int], cached_blocks: int) -> None:
         self.calls.append(("load_allocated", request_id))
         self.loads[request_id] = (tuple(blocks), cached_blocks)
+        self.awaited.append(request_id)
 
     def load_skipped(self, request_id: str) -> None:
         self.calls.append(("load_skipped", request_id))
 
     def load_abandoned(self, request_id: str) -> None:
         self.calls.append(("load_abandoned", request_id))
+        self.gave_up(request_id)
+
+    def gave_up(self, request_id: str) -> None:
+        """The load has failed or was abandoned, or both when the two cross."""
+        if request_id in self.awaited:
+            self.awaited.remove(request_id)
+        if request_id not in [*self.unfenced, *self.fenced]:
+            self.unfenced.append(request_id)
 
     def offered(self, request_id: str, blocks: Sequence[int]) -> None:
         self.calls.append(("offered", request_id))
@@ -114,11 +130,13 @@ class Client:
     def __init__(self, request_id: str, calls: list[tuple[str, str]]) -> None:
         self.request_id = request_id
         self.outputs: list[TokenOutput] = []
+        self.strays: list[TokenOutput] = []
+        """Of another request, or after the end. Raising would not help: the engine catches it."""
         self._calls = calls
 
     def __call__(self, output: TokenOutput) -> None:
-        assert output.request_id == self.request_id
-        assert not self.ended, f"output after the end: {output}"
+        if output.request_id != self.request_id or self.ended:
+            self.strays.append(output)
         self.outputs.append(output)
         if output.finish_reason:
             self._calls.append(("end", self.request_id))
@@ -141,6 +159,7 @@ class Bench:
         self.hooks = FakeHooks()
         self.core = EngineCore(self.runner, self.hooks, num_blocks=num_blocks, clock=self.clock, **options)
         self.requests: dict[str, EngineRequest] = {}
+        self.clients: list[Client] = []
 
     def submit(
         self,
@@ -159,6 +178,7 @@ class Bench:
         request = EngineRequest(request_id, prompt, sampling, client, cache_salt=salt, load=load, offer=offer)
         self.core.submit(request)
         self.requests[request_id] = request
+        self.clients.append(client)
         return client
 
     def run(self, *, most: int = 10_000) -> None:
@@ -173,9 +193,12 @@ class Bench:
         prompt = self.requests[request_id].prompt_token_ids
         tokens = len(prompt) if tokens is None else tokens
         self.scribble(request_id, prompt[:tokens])
+        if request_id in self.hooks.awaited:
+            self.hooks.awaited.remove(request_id)
         self.core.load_finished(request_id, tokens)
 
     def fail_load(self, request_id: str) -> None:
+        self.hooks.gave_up(request_id)
         self.core.load_failed(request_id, Reason.TRANSFER_FAILED)
 
     def scribble(self, request_id: str, tokens: Sequence[int] = ()) -> None:
@@ -189,7 +212,9 @@ class Bench:
     def fence(self, request_id: str) -> None:
         """Return the blocks of a failed or abandoned load; until now bytes could land in them."""
         self.scribble(request_id)
-        blocks, cached = self.hooks.loads.pop(request_id)
+        self.hooks.unfenced.remove(request_id)
+        self.hooks.fenced.append(request_id)
+        blocks, cached = self.hooks.loads[request_id]
         self.core.release_blocks(blocks[cached:])
 
     def assert_baseline(self) -> None:
@@ -200,7 +225,9 @@ class Bench:
         self.check()
 
     def check(self) -> None:
-        """The pool's references are exactly those of the requests and of the handoff side."""
+        """The pool's references are exactly those of the requests and of the handoff side; no client got
+        what it should not."""
+        assert [client.strays for client in self.clients if client.strays] == []
         scheduler, pool = self.core._scheduler, self.core._pool
         owners = [0] * pool.num_blocks
         for state in scheduler.requests.values():

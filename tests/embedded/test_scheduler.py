@@ -94,6 +94,18 @@ def test_decodes_cost_no_budget_and_a_chunk_that_does_not_fit_waits_for_the_next
     assert steps.plan() == {"a": 1, "b": 1, "c": 1, "d": 5, "e": 1}
 
 
+def test_nobody_overtakes_a_prompt_whose_next_chunk_does_not_fit():
+    steps = Steps(max_step_tokens=8)
+    steps.scheduler.end(_computed(steps, "x", [5] * 4))
+    steps.add("a", [5] * 4 + [6] * 9)
+    steps.add("b", [5] * 4 + [7] * 12)
+    assert steps.plan() == {"a": 4, "b": 4}
+    steps.add("e", 1)
+    assert steps.plan() == {"a": 5}  # b needs eight; e would fit
+    assert steps.plan() == {"a": 1, "b": 8}
+    assert steps.plan() == {"a": 1, "b": 1, "e": 1}
+
+
 def test_two_prompts_that_arrive_together_share_the_first_ones_blocks_when_they_take_two_steps():
     steps = Steps(max_step_tokens=8)
     steps.add("a", [5] * 8)
@@ -275,6 +287,20 @@ def test_the_youngest_gives_way_and_keeps_its_tokens():
     # Of its eleven tokens the cache still has two blocks.
     assert steps.plan() == {"b": 3}
     assert (b.generated, b.request.stats.computed_tokens) == (7, 5)
+
+
+def test_the_stats_of_a_request_preempted_inside_its_prompt_add_up():
+    steps = Steps(num_blocks=9, max_step_tokens=4)
+    a = steps.add("a", 7, max_tokens=20)
+    b = steps.add("b", 24, max_tokens=1)
+    while b.request.stats.preemptions == 0:
+        steps.plan()
+    assert b.generated == 0
+    steps.scheduler.end(a)
+    while b.generated == 0:
+        steps.plan()
+    stats = b.request.stats
+    assert (stats.cached_tokens, stats.computed_tokens, stats.prefill_chunks) == (20, 4, 1)
 
 
 def test_a_request_never_gives_way_to_a_younger_one():
