@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.records import BlockCounts
 from kvhandoff.embedded.agent import EngineAgent, EngineFacts
 from kvhandoff.embedded.core import EngineCore
@@ -66,17 +67,20 @@ async def engine(
     transport: Transport = "shm",
     num_blocks: int = 256,
     block_size: int = 16,
+    dtype: str = "float32",
     exact: bool = True,
     settings: HandoffSettings | None = None,
     port: int = 0,
     control: str = "tcp://127.0.0.1:0",
     wrap_plane: Callable[[DataPlane], DataPlane] | None = None,
+    clock: Clock = monotonic,
     **core_options: Any,
 ) -> AsyncIterator[LiveEngine]:
-    """An engine, running. `wrap_plane` may put something between the mover and the data plane."""
+    """An engine, running. `wrap_plane` may put something between the mover and the data plane; `clock` is all
+    the time it knows (a timer that is due by it fires as soon as the agent is fed a `Tick`)."""
     runner = load_runner(
         model_dir,
-        dtype="float32",
+        dtype=dtype,
         exact=exact,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -84,7 +88,7 @@ async def engine(
     )
     region = runner.region
     assert isinstance(region, SharedRegion)
-    core = EngineCore(runner, num_blocks=num_blocks, **core_options)
+    core = EngineCore(runner, num_blocks=num_blocks, clock=clock, **core_options)
     facts = EngineFacts(
         engine_id=name or role,
         role=role,
@@ -93,8 +97,8 @@ async def engine(
         num_blocks=num_blocks,
     )
     make_plane = plane_factory(transport, facts.identity)
-    mover = Mover(make_plane if wrap_plane is None else lambda: wrap_plane(make_plane()), region)
-    agent = EngineAgent(facts, core, mover, CLUSTER_KEY, control_bind=control, settings=settings)
+    mover = Mover(make_plane if wrap_plane is None else lambda: wrap_plane(make_plane()), region, clock)
+    agent = EngineAgent(facts, core, mover, CLUSTER_KEY, control_bind=control, settings=settings, clock=clock)
     core.hooks = agent
     await agent.start()
     core.start()
