@@ -1,8 +1,8 @@
 """A small world for the protocol: engines with few blocks, a bad network, crashes, and late bytes.
 
-Each engine is a real `HandoffNode` with a toy engine around it. Memory holds, per block, a label of the content
-written last: the block's token-chain hash, or poison. Everything that could happen at some moment is one of
-`World.actions()`; a schedule is a sequence of choices among them. Rules are checked as they could break:
+Each engine is a real `HandoffNode` with a toy engine around it. Memory holds, per block, a label of the
+content written last: the block's token-chain hash, or poison. Everything that could happen at some moment is
+one of `World.actions()`; a schedule is a sequence of choices among them. Rules are checked as they may break:
 
 1. right KV or none     - `Loaded`: the request's blocks hold the labels of its own chain
 2. no use after free    - bytes land only in blocks the ledger owns; frees only of blocks it owns; no offer is
@@ -265,7 +265,7 @@ class World:
         self.feed(engine, ev.Offered(key, chain, blocks))
 
     def want(self, engine: Engine) -> None:
-        """A decode leg: usually of the right prompt, sometimes of another one, an old or a forged reference."""
+        """A decode leg: of the right prompt mostly, else of another one, an old or a forged reference."""
         descriptor, chain = self.rng.choice(self.offers[-6:])
         if self.rng.random() < 0.2:
             chain = self._some_chain()
