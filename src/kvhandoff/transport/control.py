@@ -128,7 +128,7 @@ class ControlPlane:
         inbox.rcvhwm = self._queue_bound
         monitor = self._monitor(inbox, _FAILED_HANDSHAKES)
         try:
-            if not _ADDRESS.fullmatch(self._bind):
+            if _host_of(self._bind, lowest_port=0) is None:
                 raise ConfigError(f"control address: got {self._bind!r}, allowed is tcp://HOST:PORT")
             inbox.bind(self._bind)
         except zmq.ZMQError as error:
@@ -172,13 +172,13 @@ class ControlPlane:
 
     def _connect(self, address: str) -> _Peer | None:
         """A socket whose connection comes up in the background; None for a malformed address."""
-        parts = _ADDRESS.fullmatch(address)
-        if parts is None or not 0 < int(parts[2]) < 65536:
+        host = _host_of(address, lowest_port=1)
+        if host is None:
             return None
         socket: zmq.Socket[bytes] = self._plain_context.socket(zmq.PUSH)
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
         socket.curve_serverkey = self._public
-        socket.ipv6 = parts[1].startswith("[")
+        socket.ipv6 = host.startswith("[")
         socket.sndhwm = self._queue_bound
         socket.linger = 0
         socket.reconnect_ivl = _RECONNECT_MS
@@ -290,6 +290,12 @@ def _key_pair(cluster_key: bytes) -> tuple[bytes, bytes]:
     secret[31] = (secret[31] & 127) | 64
     encoded = z85.encode(bytes(secret))
     return zmq.curve_public(encoded), encoded
+
+
+def _host_of(address: str, lowest_port: int) -> str | None:
+    """The host in `tcp://host:port`, an IPv6 one with its brackets; None if it is nothing of that form."""
+    parts = _ADDRESS.fullmatch(address)
+    return parts[1] if parts is not None and lowest_port <= int(parts[2]) <= 65535 else None
 
 
 def _close(socket: Any, monitor: Any) -> None:

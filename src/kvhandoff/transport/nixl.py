@@ -171,12 +171,16 @@ class NixlPlane:
 
     def connect(self, peer: Identity, metadata: bytes) -> None:
         """Also starts a one-byte read, so that the wires are up when the first block moves."""
-        if peer in self._peers:
-            if not self._peers[peer].broken:
+        known = self._peers.get(peer) or self._leaving.pop(peer, None)
+        if known is not None:
+            self._peers[peer] = known
+            if not known.broken:
                 return
             self.disconnect(peer)
-        if peer in self._leaving:
-            raise TransportError(f"connect {peer}: transfers of an earlier connection are in flight")
+            for transfer in [transfer for transfer in self._in_flight if transfer.peer is known]:
+                self.poll(transfer)
+            if peer in self._leaving:
+                raise TransportError(f"connect {peer}: transfers of its broken connection are in flight")
         facts = self._check(peer, metadata)
         self._load(peer, facts)
         where = f"{facts.num_blocks} blocks at {facts.address:#x}"
