@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def cluster_key(file: Path | None) -> bytes:
     if not key:
         raise ConfigError(f"cluster key: none given; set ${CLUSTER_KEY_ENV} or --cluster-key-file")
     return key
+
+
+def check_port(host: str, port: int) -> None:
+    """Find a used port before a model is loaded, not after. Raises ConfigError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"port {port} on {host}: can't listen ({error.strerror})") from error
 
 
 def set_up_logging(level: str, name: str) -> None:

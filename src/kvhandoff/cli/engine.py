@@ -9,7 +9,15 @@ from pathlib import Path
 import msgspec
 import typer
 
-from kvhandoff.cli.common import ClusterKeyFile, Lifeline, LogLevel, cluster_key, set_up_logging, stop_event
+from kvhandoff.cli.common import (
+    ClusterKeyFile,
+    Lifeline,
+    LogLevel,
+    check_port,
+    cluster_key,
+    set_up_logging,
+    stop_event,
+)
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import HandoffSettings
 
@@ -64,6 +72,7 @@ def engine(
         raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
     name = engine_id or f"{role}-{port or 'engine'}"
     set_up_logging(log_level, name)
+    check_port(host, port)
     prepare(exact=exact, threads=threads)
 
     from kvhandoff.embedded.models import resolve_model

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -16,10 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
-from kvhandoff.cli.common import CLUSTER_KEY_ENV, stop_event
+from kvhandoff.cli.common import CLUSTER_KEY_ENV, check_port, stop_event
 from kvhandoff.cli.engine import TransportChoice
 from kvhandoff.cli.router import MissOption, PathOption
-from kvhandoff.core.errors import ConfigError
 
 _Result = TypeVar("_Result")
 
@@ -46,7 +44,7 @@ def up(
     """Serve a model through prefill engines, decode engines and a router on this machine."""
     from kvhandoff.embedded.models import resolve_model
 
-    _check_port(host, port)
+    check_port(host, port)
     model_dir = resolve_model(model)
     engines = prefill + decode
     key = secrets.token_hex(32)
@@ -112,16 +110,6 @@ async def _unless(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | No
     finally:
         stopped.cancel()
         working.cancel()
-
-
-def _check_port(host: str, port: int) -> None:
-    """A used port is found before the engines are started, not after."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"port {port} on {host}: can't listen ({error.strerror})") from error
 
 
 def _tell(

@@ -1,0 +1,93 @@
+"""Bad input on the command line: a message that names what is wrong and what is allowed, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tinymodels import cached_tiny_model
+
+
+def run(*arguments: str, key: str = "k") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "KVHANDOFF_CLUSTER_KEY": key, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "kvhandoff", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "nonsense"),
+        (["up", "--prefill", "-1"], "--prefill"),
+        (["up", "--path", "push"], "'auto', 'pull', 'local'"),
+        (["up", "--transport", "carrier-pigeon"], "'auto', 'nixl', 'shm'"),
+        (["up", "--port", "70000"], "less than or equal to 65535"),
+        (["router"], "--decode"),
+        (["router", "--decode", "localhost"], "http://HOST:PORT"),
+        (["router", "--decode", "http://127.0.0.1:1", "--on-miss", "hope"], "'recompute', 'error'"),
+        (["engine", "--role", "cook"], "'prefill', 'decode', 'both'"),
+        (["engine", "--role", "decode", "--kv-memory", "1", "--kv-blocks", "9"], "kv-memory and kv-blocks"),
+        (["engine", "--role", "decode", "--log-level", "loud"], "debug, info, warning, error"),
+    ],
+)
+def test_bad_flags(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_cluster_key() -> None:
+    done = run("router", "--decode", "http://127.0.0.1:1", key="")
+    assert done.returncode == 2
+    assert "KVHANDOFF_CLUSTER_KEY" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["up"], ["engine", "--role", "decode"]])
+def test_bad_models(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    done = run(*command, "--model", str(tmp_path), "--port", "0")
+    assert done.returncode == 2
+    assert "weights" in done.stderr
+    missing = run(*command, "--model", str(tmp_path / "nowhere"), "--port", "0")
+    assert missing.returncode == 2
+    assert "nowhere" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["up"], ["engine", "--role", "decode"], ["router", "--decode", "http://x:1"]]
+)
+def test_port_in_use(command: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        model = [] if command[0] == "router" else ["--model", str(cached_tiny_model("llama"))]
+        done = run(*command, *model, "--port", port)
+    assert done.returncode == 2
+    assert port in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_import_and_router_need_no_torch() -> None:
+    code = (
+        "import sys, kvhandoff, kvhandoff.cli, kvhandoff.router.app, kvhandoff.handoff.node\n"
+        "heavy = {'torch', 'transformers', 'nixl_cu12', 'vllm'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
