@@ -185,7 +185,7 @@ def test_another_salt_shares_nothing(p: Side, d: Side) -> None:
     d.hand_over(p)
     assert p.bodies() == [ClaimDeclined(offer=OFFER, reader=READ, reason=Reason.CHAIN_MISMATCH)]
     missed = ev.Missed(READ, Reason.CHAIN_MISMATCH, f"declined by {P}")
-    assert p.hand_over(d) == [ev.FreeBlocks((1, 2, 3)), missed]
+    assert p.hand_over(d) == [missed, ev.FreeBlocks((1, 2, 3))]
 
 
 @pytest.mark.parametrize(

@@ -181,9 +181,9 @@ class AgentLeg:
         self._allocated = True
         self._targets = tuple(blocks[cached_blocks:])
         self._blocks = len(self._targets)
-        self._host.feed(ReadAllocated(self.key, tuple(blocks), cached_blocks))
-        if self.missed is not None:
+        if self.missed is not None:  # the engine gives the targets up before the protocol frees them
             self._host.core.load_failed(request_id, self.missed)
+        self._host.feed(ReadAllocated(self.key, tuple(blocks), cached_blocks))
 
     def on_skipped(self, request_id: str) -> None:
         """The engine's own cache holds the prompt."""
@@ -195,6 +195,11 @@ class AgentLeg:
         of it and left the blocks here."""
         if self._loaded:
             self._host.core.release_blocks(self._targets)
+        self._drop_read(done=False)
+
+    def on_ended(self) -> None:
+        """The engine is done with the leg's own request. If that had not even got blocks, its read is still
+        open, and would be renewed for ever."""
         self._drop_read(done=False)
 
     # --------------------------------------------------------------------------- news from the protocol

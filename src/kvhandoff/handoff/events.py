@@ -171,7 +171,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Nothing can be used. The ledger keeps or frees the target blocks; the request needs others."""
+    """Nothing can be used; the request needs other blocks. Its targets are freed after this, at once or at their
+    fence."""
 
     read: HandoffKey
     reason: Reason
