@@ -409,7 +409,7 @@ class World:
             check(block in engine.ledger_owned, "rule 2", f"{engine.name} frees {block}, not the ledger's")
         for read in engine.reads.values():
             early = set(read.blocks or ()) & set(blocks)
-            check(not early, "rule 2", f"{engine.name} frees {early} before it tells {read.key}, whose they are")
+            check(not early, "rule 2", f"{engine.name} frees {early} before {read.key} is told, its owner")
         for transfer in self.transfers:
             if transfer.engine is engine:
                 unsafe = {local for _, local in transfer.pairs} & set(blocks)

@@ -171,8 +171,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Nothing can be used; the request needs other blocks. Its targets are freed after this, at once or at their
-    fence."""
+    """Nothing can be used; the request needs other blocks. Its targets are freed after this, at once or at
+    their fence."""
 
     read: HandoffKey
     reason: Reason

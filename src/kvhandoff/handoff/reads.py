@@ -295,8 +295,8 @@ class ReadLedger:
         return [self._claim(now, read)] if now >= read.next_claim else []
 
     def _miss(self, read: _Read, reason: Reason, detail: str) -> list[Effect]:
-        """Nothing can be used. The request hears of it before its target blocks are freed: until then they are
-        its own. The source is told, unless it said so itself."""
+        """Nothing can be used. The request hears of it before its target blocks are freed: until then they
+        are its own. The source is told, unless it said so itself."""
         del self._reads[read.key]
         effects = [Missed(read.key, reason, detail), *self._let_go(read)]
         if reason.kind is not ReasonKind.DECLINE:
