@@ -213,6 +213,7 @@ class EngineAgent:
 
     def _unbind(self, request_id: str) -> None:
         leg = self._by_request.pop(request_id)
+        leg.on_ended()
         if leg.is_finished:
             self._legs.pop(leg.key, None)
 
