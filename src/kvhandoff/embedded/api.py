@@ -71,7 +71,10 @@ class TokenOutput:
 
 @dataclass(slots=True)
 class PrefillStats:
-    """What the engine knows of a request's prompt when its first token is out. Times in its own clock."""
+    """What the engine knows of a request's prompt when its first token is out. Times in its own clock.
+
+    `prompt_tokens` = cached + transferred + computed: of a whole loaded prompt, the last token is computed.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

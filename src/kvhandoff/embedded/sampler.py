@@ -25,7 +25,7 @@ from kvhandoff.embedded.api import SamplingParams, TokenLogprob
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 _FIRST_CANDIDATES = 256
-"""How many of the best tokens `top_p` looks at first: sorting a whole vocabulary takes 30 times as long."""
+"""How many of the best tokens `top_p` looks at before it sorts them all, which takes 30 times as long."""
 _PROMPT_ROWS = 64
 """How many prompt positions are turned into log-probabilities at a time: bounds the memory."""
 
@@ -127,12 +127,11 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[T
 
 def _nucleus(weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """The best tokens (weights, indices; best first) such that those before each weigh less than `top_p`."""
-    total = float(weights.sum())
-    count = min(_FIRST_CANDIDATES, len(weights))
-    while True:
-        best, order = weights.topk(count)
+    limit = top_p * float(weights.sum())
+    for count in (_FIRST_CANDIDATES, len(weights)):
+        best, order = weights.topk(min(count, len(weights)))
         before = best.cumsum(dim=-1) - best
-        keep = int((before < top_p * total).sum())
-        if keep < count or count == len(weights):
-            return best[:keep], order[:keep]
-        count = min(8 * count, len(weights))
+        keep = int((before < limit).sum())
+        if keep < len(best):
+            break
+    return best[:keep], order[:keep]
