@@ -58,11 +58,13 @@ class Engine:
         return self.answer()
 
     def connect(self, peer: Engine) -> str | None:
-        return self.ask("connect", peer.identity, peer.metadata)
+        refusal: str | None = self.ask("connect", peer.identity, peer.metadata)
+        return refusal
 
     def move(self, operation: str, peer: Engine, copies: Sequence[tuple[int, int, int]]) -> str:
         """`done`, `failed: why` or `refused: why`."""
-        return self.ask("move", operation, peer.identity, copies)
+        outcome: str = self.ask("move", operation, peer.identity, copies)
+        return outcome
 
     def fill(self, seed: int) -> None:
         self.ask("fill", seed)

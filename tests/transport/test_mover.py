@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -17,12 +18,14 @@ from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
 from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
 from kvhandoff.transport.mover import Moved, Mover
+from kvhandoff.transport.planes import allocate_region, create_plane
 from kvhandoff.transport.region import SharedRegion
-from kvhandoff.transport.shm import SharedMemoryPlane
 from tests.transport.processes import DEADLINE, identity
 
 PEER = identity("peer")
-DONE, FAILED, PENDING = TransferState.DONE, TransferState.FAILED, TransferState.PENDING
+DONE: Final = TransferState.DONE
+FAILED: Final = TransferState.FAILED
+PENDING: Final = TransferState.PENDING
 
 
 @dataclass
@@ -319,10 +322,14 @@ def test_a_plane_that_cannot_be_made_fails_the_start(region: SharedRegion) -> No
     assert mover.close()
 
 
-def test_blocks_move_between_two_movers_over_shared_memory(region: SharedRegion) -> None:
-    other = SharedRegion.allocate(8, 1000)
-    other.buffer[:] = bytes(range(250)) * 32
-    here, there = Mover(SharedMemoryPlane, region), Mover(SharedMemoryPlane, other)
+@pytest.mark.parametrize("kind", ["shm", "nixl"])
+def test_blocks_move_between_two_movers(kind: str) -> None:
+    if kind == "nixl" and not find_spec("nixl_cu12"):
+        pytest.skip("NIXL is not installed")
+    mine, theirs = allocate_region(kind, 8, 1000), allocate_region(kind, 8, 1000)
+    theirs.buffer[:] = bytes(range(250)) * 32
+    here = Mover(lambda: create_plane(kind, identity("me")), mine)
+    there = Mover(lambda: create_plane(kind, PEER), theirs)
     here.start()
     answers = Answers()
     here.connect(PEER, there.start(), answers)
@@ -331,8 +338,9 @@ def test_blocks_move_between_two_movers_over_shared_memory(region: SharedRegion)
     moved = answers.next()
     assert (moved.state, moved.descriptors, moved.bytes) == (DONE, 2, 3000)
     assert moved.submitted_at <= moved.posted_at <= moved.done_at
-    assert region.buffer[4000:6000] == other.buffer[:2000]
-    assert region.buffer[:1000] == other.buffer[7000:]
+    assert mine.buffer[4000:6000] == theirs.buffer[:2000]
+    assert mine.buffer[:1000] == theirs.buffer[7000:]
     assert here.close()
     assert there.close()
-    other.close()
+    mine.close()
+    theirs.close()

@@ -124,7 +124,7 @@ class NixlPlane:
         config.captureTelemetry = False
         try:
             agent = self._nixl.nixlAgent(str(self._me), config)
-            self._backends = [agent.createBackend("UCX", {})]
+            self._backends = [agent.createBackend("UCX", {"engine_config": "CMA_SEG_SIZE=4m"})]
         except self._errors as error:
             raise ConfigError(f"transport: NIXL's UCX backend can't be started ({error})") from error
         return agent

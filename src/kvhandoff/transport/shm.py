@@ -26,7 +26,7 @@ from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
 from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
 from kvhandoff.transport.bounds import check_block_bytes, oriented
-from kvhandoff.transport.region import SEALS, SharedRegion, address_of
+from kvhandoff.transport.region import SEALS, SharedRegion, address_of, prefer_huge_pages
 
 _log = logging.getLogger(__name__)
 
@@ -230,6 +230,7 @@ def _map(facts: _Metadata) -> _Peer:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ValueError("the region is not sealed against changes of its size")
             memory = mmap.mmap(fd, size)
+            prefer_huge_pages(memory)
         finally:
             os.close(fd)
         return _Peer(facts, memory, address_of(memory), pidfd)
