@@ -27,11 +27,21 @@ def chain_root(model_fingerprint: str, layout_fingerprint: str, cache_salt: str)
     return h.digest()
 
 
+_TOKEN_BYTES = array("I").itemsize
+_empty_block = blake2b(digest_size=HASH_BYTES, person=b"kvh-block")
+"""Copied for each block, which takes less than half the time of making one."""
+
+
+def _next(previous: bytes, packed_tokens: bytes) -> bytes:
+    h = _empty_block.copy()
+    h.update(previous)
+    h.update(packed_tokens)
+    return h.digest()
+
+
 def next_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of one block (or partial block) of `token_ids` that follows `previous`."""
-    h = blake2b(previous, digest_size=HASH_BYTES, person=b"kvh-block")
-    h.update(array("I", token_ids).tobytes())
-    return h.digest()
+    return _next(previous, array("I", token_ids).tobytes())
 
 
 class TokenChain(msgspec.Struct, frozen=True):
@@ -46,13 +56,15 @@ class TokenChain(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, root: bytes, block_size: int, token_ids: Sequence[int]) -> TokenChain:
-        """The chain of these tokens. Costs one hash a block: about 1 ms for 16k tokens."""
+        """The chain of these tokens. Costs one hash a block: about 0.5 ms for 16k tokens."""
+        packed = array("I", token_ids).tobytes()
+        size = block_size * _TOKEN_BYTES
+        full = len(packed) // size * size
         blocks, previous = [], root
-        full = len(token_ids) // block_size * block_size
-        for start in range(0, full, block_size):
-            previous = next_hash(previous, token_ids[start : start + block_size])
+        for start in range(0, full, size):
+            previous = _next(previous, packed[start : start + size])
             blocks.append(previous)
-        tail = next_hash(previous, token_ids[full:]) if full < len(token_ids) else b""
+        tail = _next(previous, packed[full:]) if full < len(packed) else b""
         return cls(block_size, len(token_ids), tuple(blocks), tail)
 
     @property
