@@ -133,7 +133,7 @@ class Relay:
                 self._fleet.spawn(self._withdraw(*x.outstanding))
 
     async def _attempt(self, x: Exchange) -> Outcome:
-        self._bind(x)  # no prompt is computed for a fleet that can't decode
+        await self._bind(x)  # no prompt is computed for a fleet that can't decode
         if x.path == "pull" and x.prefilled is None:
             source = choose_prefill(self._fleet.view(), x.summary.model, x.avoid)
             if isinstance(source, Reason):
@@ -143,11 +143,15 @@ class Relay:
                 refused = await self._dispatcher.prefill(x, self._fleet.engine(source))
                 if refused is not None:
                     return refused
-        return await self._dispatcher.decode(x, self._bind(x))
+        return await self._dispatcher.decode(x, await self._bind(x))
 
-    def _bind(self, x: Exchange) -> Engine:
+    async def _bind(self, x: Exchange) -> Engine:
         """The decode engine to use now. Raises RequestError (503) when there is none."""
         target = choose_decode(self._fleet.view(), x.summary.model, x.avoid)
+        if isinstance(target, Reason):
+            # One that has just been started again may be up before its next report is due.
+            await self._fleet.poll(self._fleet.decode)
+            target = choose_decode(self._fleet.view(), x.summary.model, x.avoid)
         if isinstance(target, Reason):
             x.draft.because(target)
             raise unavailable(f"no decode engine for {x.summary.model!r} is healthy", code=target)
