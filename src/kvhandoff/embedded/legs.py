@@ -202,11 +202,6 @@ class AgentLeg:
         open, and would be renewed for ever."""
         self._drop_read(done=False)
 
-    def on_ended(self) -> None:
-        """The engine is done with the leg's own request. If that had not even got blocks, its read is still
-        open, and would be renewed for ever."""
-        self._drop_read(done=False)
-
     # --------------------------------------------------------------------------- news from the protocol
 
     def on_moved(self, moved: Moved) -> None:
