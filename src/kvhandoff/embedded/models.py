@@ -44,11 +44,11 @@ def resolve_model(name_or_dir: str, progress: Progress | None = None) -> Path:
     if name_or_dir == DEFAULT_MODEL:
         return _converted_smollm2(progress)
     path = Path(name_or_dir).expanduser()
-    if path.is_dir():
+    if name_or_dir and path.is_dir():
         return _checked(path)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name_or_dir) and not path.exists():
         return _checked(_downloaded(name_or_dir))
-    what = "is not a directory" if path.exists() else "was not found"
+    what = "is not a directory" if name_or_dir and path.exists() else "was not found"
     raise ConfigError(f"model: {name_or_dir!r} {what}; allowed is {_ALLOWED}")
 
 
@@ -100,9 +100,11 @@ def _checked(path: Path) -> Path:
     for json_file in ("config.json", "tokenizer.json"):
         if (path / json_file).is_file():
             try:
-                json.loads((path / json_file).read_text())
+                content = json.loads((path / json_file).read_text())
             except ValueError as error:
                 raise ConfigError(f"model: {path / json_file} is not JSON ({error})") from error
+            if not isinstance(content, dict):
+                raise ConfigError(f"model: {path / json_file} is not a JSON object")
     return path
 
 
@@ -112,7 +114,7 @@ def _missing_shards(path: Path) -> list[str]:
         return []
     try:
         files = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"model: {index} is not an index of weights ({error!r})") from error
     return sorted(f"the weights {name}" for name in files if not (path / name).is_file())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -162,7 +163,16 @@ def _ask_for_amx() -> None:
         init()
 
 
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 """What transformers raises for a directory that it can't make a model of."""
 
 
