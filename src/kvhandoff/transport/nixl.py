@@ -4,41 +4,28 @@ What fences: `DONE`, an error, or the end of the peer's process, and nothing els
 handle or removing the peer while it is in flight does not stop its bytes from landing. So a handle is
 released only after it is done or has failed, a peer is removed only when nothing of it is in flight, and
 the agent is never destroyed before that.
-
-NIXL's Python wrapper is not used: it hard-codes a progress thread that burns a core, and its descriptor
-helpers unpickle. The bindings beneath it take plain numbers.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
 
-from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
 from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
 from kvhandoff.transport.bounds import check_block_bytes, oriented
+from kvhandoff.transport.nixl_agent import NixlAgent, NixlError
 from kvhandoff.transport.region import address_of
 
 _log = logging.getLogger(__name__)
-
-PROGRESS_DELAY_US = 1000
-"""The progress thread's sleep. It accepts connections, and over TCP serves reads, while this engine computes,
-without the GIL. Measured idle: 1 ms costs 1-2 % of a core, no sleep a whole core; polling from Python each
-millisecond instead costs 4 %, and then a peer's first transfer waits for a busy interpreter."""
-
-UCX_OPTIONS = "CMA_SEG_SIZE=4m"
-"""How much UCX copies from a process of the same host in one system call. Contiguous blocks take 1.2 times as
-long with its own value, 512 KiB. The environment's `UCX_CMA_SEG_SIZE` comes first."""
 
 DRAIN_S = 5.0
 """How long `close` waits for transfers in flight."""
@@ -72,15 +59,15 @@ class _Peer:
     identity: Identity
     num_blocks: int
     blocks: int
-    """Prepared descriptor list, one descriptor per block of the peer's region."""
+    """Prepared descriptors, one per block of the peer's region."""
     in_flight: int = 0
     broken: bool = False
-    """A transfer reported the connection lost. It does not come back: connect anew."""
+    """The connection was lost. It does not come back: connect anew."""
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A posted transfer. `native` is NIXL's handle, released and None as soon as the state is final."""
+    """A started transfer. `native` is NIXL's handle, released and None as soon as the state is final."""
 
     peer: _Peer
     native: int | None = None
@@ -89,7 +76,7 @@ class _Transfer:
 
 
 class NixlPlane:
-    """Implements `api.DataPlane`. One thread owns it: NIXL agents don't lock."""
+    """Implements `api.DataPlane`. One thread owns it."""
 
     kind = "nixl"
 
@@ -98,76 +85,34 @@ class NixlPlane:
 
         Raises ConfigError if NIXL is not installed or its UCX backend can't be started.
         """
-        try:
-            self._nixl: Any = importlib.import_module("nixl_cu12._bindings")
-        except ImportError as error:
-            raise ConfigError(
-                f"transport: nixl can't be loaded ({error}); install kvhandoff[nixl] or use shm"
-            ) from error
-        names = [name for name in dir(self._nixl) if name.startswith("nixl") and name.endswith("Error")]
-        self._errors: tuple[type[Exception], ...] = tuple(getattr(self._nixl, name) for name in names)
         self._me = me
-        self._agent = self._start_agent()
+        self._agent = NixlAgent(str(me))
         self._region: Region | None = None
         self._metadata = b""
         self._registered: list[Any] = []
         self._blocks = 0
+        """Prepared descriptors, one per block of this engine's region."""
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
+        """Where the first byte of each peer is read to."""
         self._peers: dict[Identity, _Peer] = {}
         self._leaving: dict[Identity, _Peer] = {}
         """Disconnected with transfers in flight."""
         self._in_flight: set[_Transfer] = set()
         self._warm_ups: set[_Transfer] = set()
 
-    def _start_agent(self) -> Any:
-        config = self._nixl.nixlAgentConfig()
-        config.useProgThread = True
-        config.pthrDelay = PROGRESS_DELAY_US
-        config.useListenThread = False
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
-        config.captureTelemetry = False
-        try:
-            agent = self._nixl.nixlAgent(str(self._me), config)
-            self._backends = [agent.createBackend("UCX", {"engine_config": UCX_OPTIONS})]
-        except self._errors as error:
-            raise ConfigError(f"transport: NIXL's UCX backend can't be started ({error})") from error
-        return agent
-
     def register(self, region: Region) -> None:
-        self._region = region
-        self._register(region.address, region.num_blocks * region.block_bytes)
-        agent_metadata = self._agent.getLocalMD()
-        self._metadata = _encoder.encode(
-            _Metadata(
-                str(self._me),
-                agent_metadata,
-                _checksum(agent_metadata),
-                region.address,
-                region.num_blocks,
-                region.block_bytes,
-            )
-        )
-        self._register(address_of(self._scratch), mmap.PAGESIZE)  # after getLocalMD: not for peers
-        self._blocks = self._prepare(
-            self._nixl.NIXL_INIT_AGENT, region.address, region.num_blocks, region.block_bytes
-        )
-
-    def _register(self, address: int, size: int) -> None:
-        descriptor = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
+        address, count, size = region.address, region.num_blocks, region.block_bytes
         try:
-            self._agent.registerMem(descriptor, self._backends)
-        except self._errors as error:
-            raise TransportError(f"NIXL can't register {size} bytes of memory ({error})") from error
-        self._registered.append(descriptor)
-
-    def _prepare(self, agent_name: str, address: int, count: int, size: int) -> int:
-        """Prepared descriptors of `count` blocks of `size` bytes. A transfer picks from them by index, which
-        makes 1000 scattered blocks ready in 0.14 ms; descriptors made for each transfer take 0.38 ms. NIXL
-        merges neighbours by itself."""
-        blocks = [(address + block * size, size, 0) for block in range(count)]
-        descriptors = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, blocks)
-        handle: int = self._agent.prepXferDlist(agent_name, descriptors, self._backends)
-        return handle
+            self._registered.append(self._agent.register(address, count * size))
+            agent_metadata = self._agent.metadata()
+            # After that, so that peers don't learn of it.
+            self._registered.append(self._agent.register(address_of(self._scratch), mmap.PAGESIZE))
+            self._blocks = self._agent.prepare(None, address, count, size)
+        except NixlError as error:
+            raise TransportError(f"{count} blocks of {size} bytes can't be registered ({error})") from error
+        facts = _Metadata(str(self._me), agent_metadata, _checksum(agent_metadata), address, count, size)
+        self._metadata = _encoder.encode(facts)
+        self._region = region
 
     def metadata(self) -> bytes:
         self._my_region()
@@ -187,15 +132,15 @@ class NixlPlane:
                 raise TransportError(f"connect {peer}: transfers of its broken connection are in flight")
         facts = self._check(peer, metadata)
         self._load(peer, facts)
-        where = f"{facts.num_blocks} blocks at {facts.address:#x}"
         try:
             # Whether the region is the peer's to give is checked as one range, before a list of
             # `num_blocks` is built: a number that a peer made up costs nothing.
             size = facts.num_blocks * facts.block_bytes
-            self._agent.releasedDlistH(self._prepare(str(peer), facts.address, 1, size))
-            blocks = self._prepare(str(peer), facts.address, facts.num_blocks, facts.block_bytes)
-        except self._errors as error:
-            self._agent.invalidateRemoteMD(str(peer))
+            self._agent.release_prepared(self._agent.prepare(str(peer), facts.address, 1, size))
+            blocks = self._agent.prepare(str(peer), facts.address, facts.num_blocks, facts.block_bytes)
+        except NixlError as error:
+            self._agent.unload(str(peer))
+            where = f"{facts.num_blocks} blocks at {facts.address:#x}"
             raise TransportError(f"connect {peer}: {where} are not registered there ({error})") from error
         self._peers[peer] = _Peer(peer, facts.num_blocks, blocks)
         try:
@@ -220,26 +165,26 @@ class NixlPlane:
 
     def _load(self, peer: Identity, facts: _Metadata) -> None:
         try:
-            loaded = self._agent.loadRemoteMD(facts.agent_metadata).decode()
-        except self._errors as error:
-            raise TransportError(
-                f"connect {peer}: NIXL refuses its metadata or can't reach it ({error})"
-            ) from error
+            loaded = self._agent.load(facts.agent_metadata)
+        except NixlError as error:
+            raise TransportError(f"connect {peer}: unusable metadata or unreachable ({error})") from error
         if loaded != str(peer):
             if loaded not in map(str, [*self._peers, *self._leaving]):
-                self._agent.invalidateRemoteMD(loaded)
+                self._agent.unload(loaded)
             raise TransportError(f"connect {peer}: the metadata are those of agent {loaded}")
 
     def _warm_up(self, peer: _Peer, address: int) -> None:
-        dram = self._nixl.DRAM_SEG
-        here = self._nixl.nixlXferDList(dram, [(address_of(self._scratch), 1, 0)])
-        there = self._nixl.nixlXferDList(dram, [(address, 1, 0)])
+        here = there = None
         try:
-            native = self._agent.createXferReq(
-                self._nixl.NIXL_READ, here, there, str(peer.identity), "", self._backends
-            )
-        except self._errors as error:
-            raise self._refused(peer, f"connect {peer.identity}", error) from error
+            here = self._agent.prepare(None, address_of(self._scratch), 1, 1)
+            there = self._agent.prepare(str(peer.identity), address, 1, 1)
+            native = self._agent.make_transfer("read", here, [0], there, [0])
+        except NixlError as error:
+            raise TransportError(f"connect {peer.identity}: {error}") from error
+        finally:
+            for prepared in (here, there):
+                if prepared is not None:
+                    self._agent.release_prepared(prepared)
         first_read = self._start(peer, native)
         if first_read.state is TransferState.FAILED:
             raise TransportError(f"connect {peer.identity}: unreachable ({first_read.error})")
@@ -255,8 +200,8 @@ class NixlPlane:
             self._remove(connected)
 
     def _remove(self, peer: _Peer) -> None:
-        self._agent.releasedDlistH(peer.blocks)
-        self._agent.invalidateRemoteMD(str(peer.identity))
+        self._agent.release_prepared(peer.blocks)
+        self._agent.unload(str(peer.identity))
 
     def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Transfer:
         connected = self._peers.get(peer)
@@ -273,53 +218,43 @@ class NixlPlane:
         )
         if not checked:
             return _Transfer(connected, state=TransferState.DONE)
-        native_operation = self._nixl.NIXL_READ if operation == "read" else self._nixl.NIXL_WRITE
         here = [block for first, _, count in checked for block in range(first, first + count)]
         there = [block for _, first, count in checked for block in range(first, first + count)]
         try:
-            native = self._agent.makeXferReq(
-                native_operation, self._blocks, here, connected.blocks, there, "", self._backends
-            )
-        except self._errors as error:
-            raise self._refused(connected, f"{operation} {peer}", error) from error
+            native = self._agent.make_transfer(operation, self._blocks, here, connected.blocks, there)
+        except NixlError as error:
+            connected.broken |= error.disconnected
+            raise TransportError(f"{operation} {peer}: refused ({error})") from error
         return self._start(connected, native)
-
-    def _refused(self, peer: _Peer, what: str, error: Exception) -> TransportError:
-        peer.broken |= isinstance(error, self._nixl.nixlRemoteDisconnectError)
-        return TransportError(f"{what}: NIXL refuses the transfer ({error})")
 
     def _start(self, peer: _Peer, native: int) -> _Transfer:
         transfer = _Transfer(peer, native)
         peer.in_flight += 1
         self._in_flight.add(transfer)
-        self._advance(transfer, self._agent.postXferReq)
+        self._advance(transfer, native, self._agent.start)
         return transfer
 
     def poll(self, handle: _Transfer) -> TransferState:
         if handle.native is not None:
-            self._advance(handle, self._agent.getXferStatus)
+            self._advance(handle, handle.native, self._agent.is_done)
         return handle.state
 
-    def _advance(self, transfer: _Transfer, ask: Any) -> None:
-        """Ask NIXL for the transfer's status, and let go of its handle once that is final."""
-        try:
-            status = ask(transfer.native)
-        except self._errors as error:
-            transfer.peer.broken |= isinstance(error, self._nixl.nixlRemoteDisconnectError)
-            transfer.error = f"NIXL: {error}"
-        else:
-            if status == self._nixl.NIXL_IN_PROG:
-                return
-            if status != self._nixl.NIXL_SUCCESS:
-                transfer.error = f"NIXL: {status}"
-        transfer.state = TransferState.DONE if transfer.error is None else TransferState.FAILED
-        native, transfer.native = transfer.native, None
-        try:
-            self._agent.releaseXferReq(native)
-        except self._errors as error:
-            _log.warning("a finished transfer's handle can't be released: %s", error)
-        self._in_flight.discard(transfer)
+    def _advance(self, transfer: _Transfer, native: int, done: Callable[[int], bool]) -> None:
+        """Ask NIXL where the transfer stands, and let go of its handle once it is over."""
         peer = transfer.peer
+        try:
+            if not done(native):
+                return
+            transfer.state = TransferState.DONE
+        except NixlError as error:
+            peer.broken |= error.disconnected
+            transfer.state, transfer.error = TransferState.FAILED, str(error)
+        transfer.native = None
+        try:
+            self._agent.release_transfer(native)
+        except NixlError as error:
+            _log.warning("the handle of a transfer that is over can't be released: %s", error)
+        self._in_flight.discard(transfer)
         peer.in_flight -= 1
         if peer.in_flight == 0 and self._leaving.get(peer.identity) is peer:
             del self._leaving[peer.identity]
@@ -356,10 +291,11 @@ class NixlPlane:
         for peer in list(self._peers):
             self.disconnect(peer)
         if self._region is not None:
-            self._agent.releasedDlistH(self._blocks)
-        for descriptor in self._registered:
-            self._agent.deregisterMem(descriptor, self._backends)
-        self._region, self._registered, self._agent = None, [], None
+            self._agent.release_prepared(self._blocks)
+            self._region = None
+        while self._registered:
+            self._agent.deregister(self._registered.pop())
+        del self._agent
 
     def _my_region(self) -> Region:
         if self._region is None:
