@@ -10,9 +10,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.config import Timeouts
 from tests.cluster import cluster, engine, until
-from tests.e2e.stage import BLOCK, PATIENT, leftovers, prompt
+from tests.e2e.stage import BLOCK, PATIENT, leftovers, mute, prompt
 from tests.gates import StepGate
 
 UNPOLLED: dict[str, Any] = {"poll_interval_s": 600.0}
@@ -41,7 +42,7 @@ async def test_decode_engine_refuses_after_prefill_began(tiny: Path) -> None:
 
 
 async def test_no_other_decode_engine(tiny: Path) -> None:
-    """Field case 14: an error, and the prefill engine's blocks are free at once, a minute before the lease."""
+    """Field case 14: an error, and the prefill engine's blocks are free at once, not when a lease ends."""
     async with cluster(tiny, settings=PATIENT, router_options=UNPOLLED) as d:
         prefill = d.prefill[0]
         with StepGate(prefill) as steps:
@@ -68,6 +69,27 @@ async def test_decode_engine_hangs(tiny: Path) -> None:
             assert (record["decode"]["engine_id"], record["attempts"]) == ("decode-1", 2)
             assert steps.holds
         await d.settled()
+
+
+async def test_a_dead_prefill_engine_frees_the_decode_engine_at_once(tiny: Path) -> None:
+    """Field case 13: the prefill engine has offered, never answers a claim, and ends. The decode engine waits
+    for no deadline: they are all ten minutes off."""
+    late = HandoffSettings(handshake_s=600.0, claim_s=600.0, read_s=600.0)
+    async with cluster(tiny, settings=late, router_options=UNPOLLED) as d:
+        prefill, decode = d.prefill[0], d.decode[0]
+        others = [prompt(seed, 3 * BLOCK) for seed in range(5)]
+        expected = [await d.tokens(p, url=decode.url, body={"cache_salt": "alone"}) for p in others]
+        assert await d.tokens(others[0], body={"cache_salt": "acquaint"}) == expected[0]
+        mute(prefill)
+        clients = [asyncio.create_task(d.post(greedy(p))) for p in others]
+        await until(lambda: decode.core.load()["loading"] == 5)
+        await prefill.close()
+        answers = await asyncio.gather(*clients)
+        assert [answer["choices"][0]["token_ids"] for _, answer in answers] == expected
+        records = [await d.record(answer["id"]) for _, answer in answers]
+        assert {record["kv_source"] for record in records} == {"recomputed"}
+        assert all("peer_lost" in record["reasons"] for record in records)
+        await d.settled(decode)
 
 
 async def test_decode_engine_is_used_as_soon_as_it_is_back(tiny: Path) -> None:

@@ -340,6 +340,32 @@ def test_a_restarted_source_says_so(p: Side, d: Side) -> None:
     assert [e.reason for e in effects if isinstance(e, ev.Missed)] == [Reason.BAD_REFERENCE]
 
 
+def test_a_broken_connection_ends_the_wait_at_once(p: Side, d: Side) -> None:
+    reading(p, d)
+    queued = HandoffKey(HandoffId("h"), 2)
+    assert d.do(ev.ReadWanted(queued, descriptor(), CHAIN)) == []
+    assert d.do(ev.PeerGone("addr-x")) == []
+    assert d.do(ev.PeerGone("addr-p")) == [
+        ev.DisconnectPeer(P),
+        ev.Missed(READ, Reason.PEER_LOST, f"{P} is gone"),
+        ev.Missed(queued, Reason.PEER_LOST, f"{P} is gone"),
+    ]
+    assert d.node.reads.quarantined() == [1, 2, 3]  # it is no fence
+    assert d.do(ev.TransferFailed(READ, "peer is dead")) == [ev.FreeBlocks((1, 2, 3))]
+    assert d.node.next_deadline() is None
+
+
+def test_a_connection_that_breaks_in_the_handshake_is_tried_again(p: Side, d: Side) -> None:
+    assert d.do(ev.ReadWanted(READ, descriptor(source=REBORN), CHAIN)) == []
+    d.outbox.clear()
+    assert d.do(ev.PeerGone("addr-p")) == []
+    d.now += 0.5
+    assert d.do(ev.Tick()) == []
+    reborn = Side(HandoffNode(REBORN, "addr-p", hello(), SETTINGS))
+    d.hand_over(reborn)
+    assert reborn.hand_over(d) == [ev.ConnectPeer(REBORN, b"memory")]
+
+
 def test_an_old_reference_at_a_known_new_life_is_refused(p: Side, d: Side) -> None:
     acquaint(p, d)
     old = Identity(EngineId("p"), Epoch("0"))

@@ -187,6 +187,8 @@ class World:
             possible += [lambda e=e: self.crash(e) for e in self.engines]
         if self.rng.random() < 0.1:
             possible.append(self.withdraw)
+        if self.rng.random() < 0.06:
+            possible += [lambda e=e: self.cut_off(e) for e in decodes]
         return possible
 
     def step(self) -> None:
@@ -318,6 +320,10 @@ class World:
         if self.rng.random() < 0.3:
             engine.address = f"addr-{engine.name}-{engine.life}"
         engine.start()
+
+    def cut_off(self, engine: Engine) -> None:
+        """A control connection breaks, whether or not the process on the other side has ended."""
+        self.feed(engine, ev.PeerGone(self.rng.choice(self.engines[:2]).address))
 
     def deliver(self) -> None:
         address, raw = self.network.pop(self.rng.randrange(len(self.network)))

@@ -73,7 +73,7 @@ class EngineAgent:
         self._facts = facts
         self._settings = settings or HandoffSettings()
         self._gate = TicketGate(TicketKey(cluster_key), self.me)
-        self._control = ControlPlane(cluster_key, self._received, control_bind)
+        self._control = ControlPlane(cluster_key, self._received, control_bind, on_disconnect=self._gone)
         self._metrics = EngineMetrics()
         self._node: HandoffNode | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -274,6 +274,9 @@ class EngineAgent:
 
     def _received(self, raw: bytes) -> None:
         self.feed(ev.Received(decode(raw)))
+
+    def _gone(self, address: str) -> None:
+        self.feed(ev.PeerGone(address))
 
     def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """From the mover's thread to ours."""

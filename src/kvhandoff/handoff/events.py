@@ -92,6 +92,14 @@ class PeerConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The control connection to whoever listened there broke: the process has most likely ended. Not a
+    fence."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """A message arrived."""
 
@@ -113,6 +121,7 @@ Event = (
     | TransferFailed
     | PeerWanted
     | PeerConnected
+    | PeerGone
     | Received
     | Tick
 )

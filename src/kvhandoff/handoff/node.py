@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections import deque
 
 from kvhandoff.core.ids import Identity
+from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.events import (
     Effect,
     Event,
     Offered,
     PeerConnected,
+    PeerGone,
     PeerWanted,
     ReadAllocated,
     ReadDropped,
@@ -94,6 +96,8 @@ class HandoffNode:
                 return self.peers.wanted(now, event.address)
             case PeerConnected():
                 return self._peers_changed(now, self.peers.connected(event.peer, event.error))
+            case PeerGone():
+                return self._peers_changed(now, self.peers.gone(event.address), Reason.PEER_LOST)
             case Received():
                 return self._received(now, event.envelope)
             case Tick():
@@ -144,10 +148,12 @@ class HandoffNode:
             case ClaimDeclined():
                 return self.reads.declined(sender, body)
 
-    def _peers_changed(self, now: float, changes: Changes) -> list[Effect]:
+    def _peers_changed(
+        self, now: float, changes: Changes, why_ended: Reason = Reason.EPOCH_CHANGED
+    ) -> list[Effect]:
         effects = list(changes.effects)
         for life in changes.ended:
-            effects += self.reads.peer_ended(now, life)
+            effects += self.reads.peer_ended(now, life, why_ended)
         for peer in changes.up:
             effects += self.reads.peer_up(now, peer)
         for gone in changes.unusable:

@@ -11,8 +11,10 @@
     CONNECTING  data plane connected               tell who waits: up           UP
     CONNECTING  data plane error                   tell who waits: refused      (none)
     CONNECTING  deadline                           tell who waits: unreachable  (none)
+    CONNECTING  control connection broke           disconnect, tell its readers (none)
     UP          another life is wanted there       send hello                   GREETING
     UP          wrong_epoch for its life           disconnect, tell its readers (none)
+    UP          control connection broke           disconnect, tell its readers (none)
     UP          transfer failed, none in flight    disconnect                   (none)
 
 A hello is answered with welcome or refused, whatever the state: answering keeps nothing.
@@ -169,6 +171,14 @@ class PeerBook:
         changes = Changes()
         if self._lives.get(wanted.engine_id) == wanted:
             self._end(wanted, changes)
+        return changes
+
+    def gone(self, address: str) -> Changes:
+        """The control connection broke. A handshake that has no answer yet goes on: with the next life."""
+        changes = Changes()
+        peer = self._peers.get(address)
+        if peer is not None and peer.identity is not None:
+            self._end(peer.identity, changes)
         return changes
 
     def lost(self, identity: Identity) -> list[Effect]:

@@ -186,7 +186,7 @@ class ReadLedger:
         """No handshake with whoever is at `address`."""
         return [effect for read in self._unposted(address) for effect in self._miss(read, reason, detail)]
 
-    def peer_ended(self, now: float, life: Identity, reason: Reason = Reason.EPOCH_CHANGED) -> list[Effect]:
+    def peer_ended(self, now: float, life: Identity, reason: Reason) -> list[Effect]:
         """Nothing more will come from the source of these reads."""
         reads = [read for read in self._reads.values() if read.descriptor.source == life]
         effects = [effect for read in reads for effect in self._miss(read, reason, f"{life} is gone")]
