@@ -123,6 +123,11 @@ async def engine(
         await close()
 
 
+def client() -> aiohttp.ClientSession:
+    """A client that gives up in the end, so that a test which waits for an answer fails."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120.0))
+
+
 @dataclass
 class Cluster:
     """Engines and a router, and a client to talk to them."""
@@ -201,7 +206,7 @@ async def cluster(
         )
         router = await serve_router(config)
         stack.push_async_callback(router.close)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(client())
         yield Cluster(prefills, decodes, f"http://127.0.0.1:{router.port}", session)
 
 

@@ -31,7 +31,7 @@ from kvhandoff.embedded.web import run_main
 from kvhandoff.router.app import RouterServer
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig
-from tests.cluster import CLUSTER_KEY, MODEL, Cluster, Transport
+from tests.cluster import CLUSTER_KEY, MODEL, Cluster, Transport, client
 
 DEADLINE = 30.0
 _PR_SET_PDEATHSIG = 1
@@ -199,9 +199,8 @@ class Deployment(Cluster):
             return True
 
         async def where() -> str:
-            return "; ".join(
-                f"{e.config.engine_id}: {await self.blocks(e)}" for e in engines or self.processes
-            )
+            held = [(e.config.engine_id, await self.blocks(e)) for e in engines or self.processes]
+            return "; ".join(f"{name}: {blocks}" for name, blocks in held)
 
         await eventually(settled, within, where)
 
@@ -250,7 +249,7 @@ async def deployment(
         return engine
 
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(client())
         made = Deployment(session, router_options or {})
         made.prefillers = [process("prefill", index, prefill_options) for index in range(prefill)]
         made.decoders = [process("decode", index, decode_options) for index in range(decode)]
@@ -269,10 +268,11 @@ async def eventually(
     within: float = 10.0,
     describe: Callable[[], Awaitable[str]] = _nothing,
 ) -> None:
-    """Wait for a condition that has to be asked for; fails after `within` seconds with what `describe` says."""
+    """Wait for a condition that has to be asked for; fails after `within` seconds, saying what `describe`
+    says."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within):
-            while not await condition():
-                await asyncio.sleep(0.01)  # another process's condition: there is no event to wait for
+            while not await condition():  # noqa: ASYNC110  other processes' conditions have no event
+                await asyncio.sleep(0.01)
             return
     raise AssertionError(f"not within {within} s: {await describe()}")

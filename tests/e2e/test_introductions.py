@@ -1,4 +1,4 @@
-"""Field case 51: engines shake hands before the first request, and nobody waits for one that can't be reached."""
+"""Field case 51: engines shake hands before the first request; nobody waits for one that can't be reached."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Literal
 
-import aiohttp
 import pytest
 
 from kvhandoff.handoff.peers import PeerState
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig
-from tests.cluster import CLUSTER_KEY, Cluster, LiveEngine, engine, until
+from tests.cluster import CLUSTER_KEY, Cluster, LiveEngine, client, engine, until
 from tests.e2e.stage import leave, prompt
 
 FOREVER = HandoffSettings(handshake_s=600.0)
@@ -52,7 +51,7 @@ async def fleet(model_dir: Path, transport: Literal["shm", "nixl"]) -> AsyncIter
 
         prefill = [await start("prefill", name) for name in ("p0", "p1")]
         decode = [await start("decode", name) for name in ("d0", "d1")]
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(client())
         yield Cluster(prefill, decode, "", session)
 
 
@@ -60,7 +59,7 @@ async def fleet(model_dir: Path, transport: Literal["shm", "nixl"]) -> AsyncIter
 async def routed(
     prefill: Sequence[LiveEngine], decode: Sequence[LiveEngine], *more: str
 ) -> AsyncIterator[str]:
-    """The URL of a router in front of these engines; `more`: URLs of further prefill engines, listed first."""
+    """The URL of a router in front of these engines; `more`: URLs of other prefill engines, listed first."""
     config = RouterConfig(
         prefill=(*more, *(engine.url for engine in prefill)),
         decode=tuple(engine.url for engine in decode),
