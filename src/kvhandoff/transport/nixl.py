@@ -174,17 +174,10 @@ class NixlPlane:
             raise TransportError(f"connect {peer}: the metadata are those of agent {loaded}")
 
     def _warm_up(self, peer: _Peer, address: int) -> None:
-        here = there = None
         try:
-            here = self._agent.prepare(None, address_of(self._scratch), 1, 1)
-            there = self._agent.prepare(str(peer.identity), address, 1, 1)
-            native = self._agent.make_transfer("read", here, [0], there, [0])
+            native = self._agent.make_byte_read(address_of(self._scratch), str(peer.identity), address)
         except NixlError as error:
             raise TransportError(f"connect {peer.identity}: {error}") from error
-        finally:
-            for prepared in (here, there):
-                if prepared is not None:
-                    self._agent.release_prepared(prepared)
         first_read = self._start(peer, native)
         if first_read.state is TransferState.FAILED:
             raise TransportError(f"connect {peer.identity}: unreachable ({first_read.error})")
@@ -200,8 +193,11 @@ class NixlPlane:
             self._remove(connected)
 
     def _remove(self, peer: _Peer) -> None:
-        self._agent.release_prepared(peer.blocks)
-        self._agent.unload(str(peer.identity))
+        try:
+            self._agent.release_prepared(peer.blocks)
+            self._agent.unload(str(peer.identity))
+        except NixlError as error:
+            _log.warning("peer %s can't be removed: %s", peer.identity, error)
 
     def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Transfer:
         connected = self._peers.get(peer)
@@ -290,11 +286,14 @@ class NixlPlane:
             raise TransportError(f"{len(self._in_flight)} transfers are in flight after {DRAIN_S} s")
         for peer in list(self._peers):
             self.disconnect(peer)
-        if self._region is not None:
-            self._agent.release_prepared(self._blocks)
-            self._region = None
-        while self._registered:
-            self._agent.deregister(self._registered.pop())
+        try:
+            if self._region is not None:
+                self._agent.release_prepared(self._blocks)
+                self._region = None
+            while self._registered:
+                self._agent.deregister(self._registered.pop())
+        except NixlError as error:
+            raise TransportError(f"the memory can't be released ({error})") from error
         del self._agent
 
     def _my_region(self) -> Region:
