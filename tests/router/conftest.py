@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig, Timeouts
@@ -126,3 +127,8 @@ def cluster() -> Callable[..., Any]:
 
 
 __all__ = ["LONG_PROMPT", "Cluster", "cluster", "until"]
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the router is served with."""
+    return {"uvloop": uvloop.new_event_loop}

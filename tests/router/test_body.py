@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
@@ -37,6 +37,7 @@ def test_no_json_object(raw: bytes) -> None:
     assert (error.value.status, error.value.param) == (400, "body")
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.binary(max_size=200))
 def test_anything_is_parsed_or_refused(raw: bytes) -> None:
     try:
@@ -55,6 +56,7 @@ JSON = st.recursive(
 FIELDS = ["model", "prompt", "messages", "stream", "echo", "logprobs", "prompt_logprobs", "cache_salt"]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.booleans())
 def test_any_types_are_summarized(fields: dict[str, Any], chat: bool) -> None:
     made = summary(chat=chat, **fields)

@@ -476,7 +476,7 @@ async def test_client_stops_reading(cluster: Any) -> None:
     async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
         return await streamed(engine, leg, [event] * 1000)
 
-    async with cluster(timeouts=NO_ACCOUNT | {"idle_s": 0.1}) as c:
+    async with cluster(timeouts=NO_ACCOUNT | {"idle_s": 0.5}) as c:
         c.d.script = script
         async with c.session.post(c.url + "/v1/completions", json=c.body(stream=True)):
             leg = c.d.legs.get_nowait()

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvhandoff.core.clock import ManualClock
 from kvhandoff.core.ids import EngineId, Epoch, Identity
@@ -156,6 +157,21 @@ async def test_some_missed_reports_are_borne(f: Fixture) -> None:
         assert fleet.decode[0].healthy
     await fleet.poll(fleet.engines)
     assert fleet.decode[0].problem == "no state report in 0.02 s"
+
+
+async def test_an_engine_that_says_it_can_t_work(f: Fixture) -> None:
+    d = await f.engine("decode", "d")
+    fleet = await f.fleet([], [d])
+
+    async def stopped() -> None:
+        raise web.HTTPServiceUnavailable
+
+    d.state_script = stopped
+    await fleet.poll(fleet.engines)
+    assert fleet.decode[0].problem == "its state report is refused with status 503"
+    d.state_script = None
+    await fleet.poll(fleet.engines)
+    assert fleet.decode[0].healthy
 
 
 async def test_garbage_is_no_report(f: Fixture) -> None:

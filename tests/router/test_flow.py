@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.router.engines import (
     once,
     soon,
     streamed,
+    until,
 )
 
 
@@ -138,13 +140,20 @@ async def test_several_prompts_go_without_a_ticket(cluster: Any, stream: bool) -
         assert record["decode"]["engine_id"] == c.d.engine_id
 
 
-async def test_no_offer_leaves_the_decode_engine_to_recompute(cluster: Any) -> None:
+@pytest.mark.parametrize("on_miss", ["recompute", "error"])
+async def test_nothing_offered(cluster: Any, on_miss: str) -> None:
     async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
         return web.json_response({"kv_transfer_params": {"offer": None, "prompt_token_ids": PROMPT_TOKENS}})
 
-    async with cluster() as c:
+    async with cluster(on_miss=on_miss, timeouts={"record_s": 0.05}) as c:
         c.p.script = script
-        status, _ = await c.post(c.body())
+        status, answer = await c.post(c.body())
+        record = await c.record(c.p.legs.get_nowait().ticket.key.handoff_id)
+        assert record["reasons"] == ["offer_unknown"]
+        if on_miss == "error":
+            assert (status, answer["error"]["code"]) == (503, "offer_unknown")
+            assert c.d.legs.empty()
+            return
         leg = c.d.legs.get_nowait()
         assert status == 200
         assert leg.ticket.leg == "decode"
@@ -239,6 +248,23 @@ async def test_stream_split_at_odd_bytes_is_passed_on_byte_for_byte(cluster: Any
         assert record["ttft_s"] > record["first_byte_s"]
 
 
+async def test_stream_may_take_longer_than_its_first_byte(cluster: Any) -> None:
+    first_byte_s = 1.0
+
+    async def before(index: int) -> None:
+        if index == 1:
+            passed = time.monotonic() + first_byte_s
+            await until(lambda: time.monotonic() > passed)
+
+    async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+        return await streamed(engine, leg, [*events(leg, "a", "b"), DONE], before=before)
+
+    async with cluster(timeouts={"first_byte_s": first_byte_s}) as c:
+        c.d.script = script
+        async with c.session.post(c.url + "/v1/completions", json=c.body(stream=True)) as response:
+            assert (await response.read()).endswith(DONE)
+
+
 async def test_json_answers_are_passed_on_byte_for_byte(cluster: Any) -> None:
     """Usage is the decode engine's, untouched (field case 37), and so is everything else."""
     raw = b'{ "id":"cmpl-x",  "usage":{"prompt_tokens_details":{"cached_tokens":1}},"f":1.50}'
@@ -300,6 +326,7 @@ async def test_refusals_are_the_client_s(cluster: Any, status: int, role: str) -
             ticket = await soon(source.withdrawn.get())
             assert ticket.key == source.legs.get_nowait().ticket.key
         await c.at_rest()
+        assert all(engine.withdrawn.empty() for engine in c.prefill)
 
 
 async def test_miss_shown_as_error(cluster: Any) -> None:

@@ -66,6 +66,15 @@ async def test_body_without_a_length_is_bounded_too(cluster: Any) -> None:
         assert (await response.json())["error"]["code"] == "body_too_large"
 
 
+async def test_body_that_says_it_is_too_large_is_not_waited_for(cluster: Any) -> None:
+    async with cluster(max_body_bytes=100_000) as c:
+        reader, writer = await asyncio.open_connection(*c.address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 100001\r\n\r\n{")
+        answer = await soon(reader.readuntil(b"}}"))
+        assert b"413" in answer.split(b"\r\n")[0]
+        writer.close()
+
+
 async def test_body_that_does_not_come(cluster: Any) -> None:
     async with cluster(timeouts={"body_s": 0.05}) as c:
         reader, writer = await asyncio.open_connection(*c.address)

@@ -99,6 +99,7 @@ def decode_url(engines: list[EngineView], avoid: set[str] = frozenset()) -> str 
 def test_least_loaded(choose: Any) -> None:
     assert choose([engine("a", load=2), engine("b", load=1), engine("c", load=3)]) == "b"
     assert choose([engine("a", load=1, chosen=7), engine("b", load=1, chosen=6)]) == "b"
+    assert choose([engine("a", load=1, chosen=9), engine("b", load=2, chosen=0)]) == "a"
     assert choose([engine("b"), engine("a")]) == "b"
     assert choose([engine("a", healthy=False), engine("b", load=9)]) == "b"
     assert choose([engine("a", model="other"), engine("b", load=9)]) == "b"

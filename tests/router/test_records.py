@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
@@ -50,6 +50,7 @@ seconds = st.floats(0, 100)
 phases = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), seconds)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(phases, phases, seconds, seconds, seconds, seconds, seconds, st.booleans(), st.booleans())
 def test_phases_add_up(
     p: dict[str, float],
@@ -200,6 +201,18 @@ def test_json_answer_without_account_has_no_ttft() -> None:
     draft.walls = {Phase.ROUTE: 0.25, Phase.DECODE_NETWORK: 5.0}
     log.records.close(draft, 200, 5.25)
     assert (draft.record().incomplete, draft.record().ttft_s) == (True, None)
+
+
+def test_account_that_is_closed_a_moment_late() -> None:
+    """An engine's total may end after its last byte is at the router: nothing is left for the network."""
+    log = Log()
+    draft = log.open(pull=False)
+    draft.walls = {Phase.ROUTE: 0.25, Phase.DECODE_NETWORK: 5.0}
+    log.records.close(draft, 200, 5.25)
+    log.records.add_legs([leg(D, "local", phases={Phase.FIRST_STEP: 1.0}, total_s=5.5)])
+    record = draft.record()
+    assert record.phases == {"route": 0.25, "decode_network": 0.0, "first_step": 1.0}
+    assert record.ttft_s == 1.25
 
 
 def test_running_and_refused_requests() -> None:

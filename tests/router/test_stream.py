@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhandoff.router.stream import FirstContent
+from kvhandoff.router.stream import FirstContent, Passage
 
 ROLE = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TEXT = 'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"日"}}]}\n\n'.encode()
@@ -44,6 +46,7 @@ def test_event(event: bytes, found: bool) -> None:
     assert FirstContent().feed(event) is found
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, len(ROLE) + len(TEXT)), max_size=12))
 def test_any_cut(cuts: list[int]) -> None:
     raw = ROLE + TEXT
@@ -54,6 +57,40 @@ def test_any_cut(cuts: list[int]) -> None:
         assert scan.feed(raw[start:end]) is (end >= len(raw) - 1)
     assert scan.found
     assert scan.response_id == "chatcmpl-1"
+
+
+async def test_every_piece_moves_the_deadline() -> None:
+    """A long stream is bounded between its pieces, not as a whole."""
+    moved: list[float] = []
+
+    class Idle:
+        def reschedule(self, when: float) -> None:
+            moved.append(when)
+
+    class Content:
+        pieces: ClassVar = [b"b", b"c", b""]
+
+        async def readany(self) -> bytes:
+            return self.pieces.pop(0)
+
+    class Response:
+        prepared = True
+        written = b""
+
+        async def write(self, piece: bytes) -> None:
+            self.written += piece
+
+    fake: Any = Response()
+    idle: Any = Idle()
+    content: Any = Content()
+    request: Any = None
+    passage = Passage(request, {}, lambda: None, lambda: None)
+    passage.response = fake
+    await passage._carry_on(b"a", content, idle, 5.0)
+    assert fake.written == b"abc"
+    assert len(moved) == 3
+    assert moved == sorted(moved)
+    assert all(abs(when - asyncio.get_running_loop().time() - 5.0) < 5.0 for when in moved)
 
 
 def test_a_line_without_end_is_not_collected_for_ever() -> None:

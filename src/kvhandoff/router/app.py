@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -35,6 +36,7 @@ class Front:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
+        self._started = int(time.time())
         self._metrics = RouterMetrics()
         self._records = Records(
             config.max_records,
@@ -62,7 +64,11 @@ class Front:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.timeouts.connect_s)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, trust_env=False
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
             self._fleet = Fleet(self._config, session, self._clock, self._records.add_legs)
             self._relay = Relay(self._config, self._fleet, session, self._records, self._clock)
@@ -86,7 +92,7 @@ class Front:
             {
                 "id": name,
                 "object": "model",
-                "created": 0,
+                "created": self._started,
                 "owned_by": "kvhandoff",
                 "max_model_len": longest,
             }

@@ -88,15 +88,17 @@ class Dispatcher:
                 async with asyncio.timeout(limit) as deadline, self._post(x, engine, body) as upstream:
                     if upstream.status != 200:
                         return _pass_on(x, for_client(engine, await whole(upstream)))
-                    if upstream.content_type == EVENT_STREAM:
-                        first = await upstream.content.readany()
-                        if not first:
-                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
-                        deadline.reschedule(None)  # from here on, the passage has its own
-                        return await self._stream(x, engine, upstream, first)
-                    return await _answer(x, engine, upstream)
+                    if upstream.content_type != EVENT_STREAM:
+                        return await _answer(x, engine, upstream)
+                    first = await upstream.content.readany()
+                    if not first:
+                        raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                    deadline.reschedule(None)  # from here on, the passage has its own
+                    passage = _passage(x, upstream)
+                    await passage.carry(first, upstream.content, self._timeouts.idle_s)
             except (aiohttp.ClientError, OSError) as error:
                 raise network_failure(engine, error) from error
+        return await self._end(x, engine, passage)
 
     def _decode_params(self, x: Exchange, engine: Engine) -> TicketParams | None:
         salt = x.summary.cache_salt
@@ -109,29 +111,14 @@ class Dispatcher:
         ticket = engine.sign("decode", x.key, cache_salt=salt, offer=x.prefilled.offer, on_miss=self._on_miss)
         return TicketParams(ticket, x.prefilled.prompt_token_ids)
 
-    async def _stream(
-        self, x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse, first: bytes
-    ) -> Outcome:
-        x.outstanding = None
-
-        def first_byte() -> None:
-            x.draft.first_byte_s = x.elapsed()
-
-        def first_content() -> None:
-            x.cut(Phase.DECODE_NETWORK)
-            x.draft.first_content_s = x.timer.total
-
-        headers = x.draft.headers() | {"Content-Type": upstream.headers["Content-Type"]}
-        if "Cache-Control" in upstream.headers:
-            headers["Cache-Control"] = upstream.headers["Cache-Control"]
-        passage = Passage(x.request, headers, first_byte, first_content)
-        status = await passage.carry(first, upstream.content, self._timeouts.idle_s)
+    async def _end(self, x: Exchange, engine: Engine, passage: Passage) -> Outcome:
         if passage.broken is not None:
             log.warning("%s: %s: its stream broke off: %s", x.key, engine, passage.broken)
             x.draft.because(Reason.DECODE_FAILED)
         if not x.draft.joinable and passage.scan.response_id is not None:
             x.draft.response_id = passage.scan.response_id
-        return Outcome(passage.response, status)
+        response = await passage.end(self._timeouts.idle_s)
+        return Outcome(response, passage.status)
 
     def _post(self, x: Exchange, engine: Engine, body: bytes) -> aiohttp.client._RequestContextManager:
         # A large body goes in pieces: as one block it would hold up the loop.
@@ -153,6 +140,22 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
     if not x.draft.joinable:
         x.draft.response_id = read_response_id(answer) or x.draft.response_id
     return _pass_on(x, answer)
+
+
+def _passage(x: Exchange, upstream: aiohttp.ClientResponse) -> Passage:
+    """The way of a stream that has begun to the client; the decode engine has the offer in hand."""
+    x.outstanding = None
+
+    def first_byte() -> None:
+        x.draft.first_byte_s = x.elapsed()
+
+    def first_content() -> None:
+        x.cut(Phase.DECODE_NETWORK)
+        x.draft.first_content_s = x.timer.total
+
+    kept = ("Content-Type", "Cache-Control")
+    headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
+    return Passage(x.request, x.draft.headers() | headers, first_byte, first_content)
 
 
 def _pass_on(x: Exchange, answer: Answer) -> Outcome:

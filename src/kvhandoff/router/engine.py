@@ -24,9 +24,14 @@ log = logging.getLogger(__name__)
 Role = Literal["prefill", "decode"]
 
 MISSED_POLLS = 3
-"""State reports missed in a row that make an engine unhealthy. A refused connection does so at once."""
+"""State reports missed in a row that make an engine unhealthy. A refused connection, or a refused report,
+does so at once."""
 
 _state = msgspec.json.Decoder(EngineState)
+
+
+class NoReport(Exception):
+    """The engine answers, but not with its state."""
 
 
 class SignedTicket(msgspec.Struct, frozen=True):
@@ -157,8 +162,8 @@ class Engine:
         log.info("%s did not take %s: %s", self, action, why)
         return False
 
-    def unreachable(self, why: str) -> None:
-        """Nothing listens there: no more legs until the next good report."""
+    def down(self, why: str) -> None:
+        """Nothing listens there, or it says itself that it can't work: no more legs until a good report."""
         self._missed = MISSED_POLLS
         self._set_problem(why)
 
@@ -183,8 +188,8 @@ class Engine:
                 if self.state is not None and state.epoch != self.state.epoch:
                     # The cursor counted another life's records: ask again from the start.
                     state, arrived = await self._fetch(0)
-        except aiohttp.ClientConnectorError as error:
-            self.unreachable(describe(error))
+        except (aiohttp.ClientConnectorError, NoReport) as error:
+            self.down(describe(error))
         except TimeoutError:
             self._miss(f"no state report in {self._timeouts.poll_s} s")
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
@@ -197,7 +202,7 @@ class Engine:
         async with self._session.get(url, params={"after": str(cursor)}, allow_redirects=False) as response:
             body = await response.read()
             if response.status != 200:
-                raise aiohttp.ClientPayloadError(f"status {response.status}")
+                raise NoReport(f"its state report is refused with status {response.status}")
         return _state.decode(body), self._clock()
 
     def _take(self, state: EngineState, arrived: float) -> None:

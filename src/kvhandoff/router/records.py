@@ -195,8 +195,10 @@ class Draft:
         if prefill and Phase.PREFILL_NETWORK in seconds:
             _account(seconds, Phase.PREFILL_NETWORK, prefill, sum(prefill.phases.values()))
         if decode and Phase.DECODE_NETWORK in seconds:
-            streamed = self.first_content_s is not None
-            accounted = sum(decode.phases.values()) if streamed else decode.total_s
+            accounted = sum(decode.phases.values())
+            if self.first_content_s is None:
+                # An engine may close its account when its last bytes are out, a moment after they are here.
+                accounted = min(decode.total_s, seconds[Phase.DECODE_NETWORK])
             _account(seconds, Phase.DECODE_NETWORK, decode, accounted)
         answered = self.status == 200 or self.first_content_s is not None
         known = self.first_content_s is not None or decode is not None

@@ -143,6 +143,10 @@ class Relay:
                 refused = await self._dispatcher.prefill(x, self._fleet.engine(source))
                 if refused is not None:
                     return refused
+                if x.prefilled is not None and x.prefilled.offer is None:
+                    x.outstanding = None
+                    x.draft.because(Reason.OFFER_UNKNOWN)
+                    self._tolerate_miss("the prefill engine offered nothing", Reason.OFFER_UNKNOWN)
         return await self._dispatcher.decode(x, await self._bind(x))
 
     async def _bind(self, x: Exchange) -> Engine:
@@ -162,7 +166,7 @@ class Relay:
         log.warning("%s: attempt %d: %s", x.key, x.draft.attempts, failure)
         engine = failure.engine
         if failure.kind == "not_sent":
-            engine.unreachable(failure.why)
+            engine.down(failure.why)
         if failure.kind == "ticket_refused":
             await engine.poll()
         used = x.draft.prefill if failure.role == "prefill" else x.draft.decode

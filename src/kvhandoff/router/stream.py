@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 
 import aiohttp
@@ -14,8 +13,6 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.engine import describe
 from kvhandoff.router.web import CLIENT_LEFT, ClientGone
-
-log = logging.getLogger(__name__)
 
 BROKEN_OFF = 502
 """The status in records and metrics of a stream that broke off; its client has seen a 200, and then an error
@@ -88,7 +85,7 @@ class FirstContent:
 
 
 class Passage:
-    """Carries one stream from an engine to a client.
+    """Carries one stream from an engine to a client: `carry` it, then `end` it.
 
     `on_byte` is called when the first piece has been written, `on_content` when the first content has (or at
     the end of a stream without any).
@@ -101,18 +98,20 @@ class Passage:
         on_byte: Callable[[], None],
         on_content: Callable[[], None],
     ) -> None:
+        self.response = web.StreamResponse(headers=headers)
+        self.status = CLIENT_LEFT
+        """Of the record: 200, BROKEN_OFF or CLIENT_LEFT."""
+        self.broken: str | None = None
+        """Why the engine's stream broke off."""
+        self.scan = FirstContent()
         self._request = request
         self._on_byte = on_byte
         self._on_content = on_content
         self._writing = False
         self._tail = b""
-        self.scan = FirstContent()
-        self.broken: str | None = None
-        """Why the engine's stream broke off."""
-        self.response = web.StreamResponse(headers=headers)
 
-    async def carry(self, first: bytes, content: aiohttp.StreamReader, idle_s: float) -> int:
-        """Write `first` and all of `content`; returns the record's status: 200, BROKEN_OFF or CLIENT_LEFT.
+    async def carry(self, first: bytes, content: aiohttp.StreamReader, idle_s: float) -> None:
+        """Write `first` and all of `content` to the client.
 
         `idle_s` bounds the wait for each piece and for the client to take it, in seconds.
         """
@@ -120,14 +119,32 @@ class Passage:
             async with asyncio.timeout(idle_s) as idle:
                 await self._carry_on(first, content, idle, idle_s)
         except ClientGone:
-            return CLIENT_LEFT
+            return
         except (aiohttp.ClientError, OSError) as error:
-            if self._writing:
-                return CLIENT_LEFT  # it has not read for so long
-            self.broken = describe(error)
-            await self._break_off()
-            return BROKEN_OFF
-        return 200
+            if not self._writing:  # else it is the client that holds it up
+                self.status, self.broken = BROKEN_OFF, describe(error)
+        else:
+            self.status = 200
+
+    async def end(self, idle_s: float) -> web.StreamResponse:
+        """End the response, properly or so that the client can't take it for whole.
+
+        A broken stream ends with an error event between two events. In the middle of one, that could not be
+        told from the text, so the connection is cut. So it is for a client that doesn't read.
+        """
+        try:
+            async with asyncio.timeout(idle_s):
+                if self.broken is not None and self._tail == b"\n\n":
+                    why = f"the answer broke off: {self.broken}"
+                    error = RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error")
+                    await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
+                elif self.status != 200:
+                    self._cut()
+                    return self.response
+                await self.response.write_eof()
+        except (ClientGone, OSError):
+            self._cut()
+        return self.response
 
     async def _carry_on(
         self, first: bytes, content: aiohttp.StreamReader, idle: asyncio.Timeout, idle_s: float
@@ -145,23 +162,6 @@ class Passage:
             await self._write(piece)
         if not scan.found:
             self._on_content()
-        await self._end()
-
-    async def _break_off(self) -> None:
-        """Tell the client: an error event between two events, else a cut connection.
-
-        In the middle of an event, an error event could not be told from the text.
-        """
-        if self._tail == b"\n\n":
-            why = f"the answer broke off: {self.broken}"
-            error = RequestError(why, status=BROKEN_OFF, code=Reason.DECODE_FAILED, kind="engine_error")
-            try:
-                await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
-                await self._end()
-            except ClientGone:
-                log.info("the client has left before it could be told")
-        elif self._request.transport is not None:
-            self._request.transport.abort()
 
     async def _write(self, piece: bytes) -> None:
         self._writing = True
@@ -174,10 +174,6 @@ class Passage:
         self._writing = False
         self._tail = (self._tail + piece[-2:])[-2:]
 
-    async def _end(self) -> None:
-        self._writing = True
-        try:
-            await self.response.write_eof()
-        except ConnectionError as error:
-            raise ClientGone from error
-        self._writing = False
+    def _cut(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
