@@ -16,8 +16,10 @@ import uvloop
 
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig, Timeouts
-from tests.router.engines import CLUSTER_KEY, MODEL, MockEngine, until
+from tests.router.engines import CLUSTER_KEY, MODEL, MockEngine
 
+NO_ACCOUNT = {"record_s": 0.05}
+"""Timeouts of tests whose engine ends without having written the leg down."""
 LONG_PROMPT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -124,9 +126,6 @@ def cluster() -> Callable[..., Any]:
             yield made
 
     return start
-
-
-__all__ = ["LONG_PROMPT", "Cluster", "cluster", "until"]
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

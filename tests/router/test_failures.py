@@ -9,23 +9,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.router.conftest import NO_ACCOUNT
 from tests.router.engines import (
-    DONE,
     Leg,
     MockEngine,
-    decode,
     events,
     failing,
-    held,
-    prefill,
     reset,
     soon,
     streamed,
-    until,
 )
-
-NO_ACCOUNT = {"record_s": 0.05}
-"""Timeouts of tests whose engine ends without having written the leg down."""
 
 
 async def silent(engine: MockEngine, leg: Leg) -> web.StreamResponse:
@@ -320,166 +313,3 @@ async def test_stream_stands_still(cluster: Any) -> None:
             rest = await soon(response.content.read())
         assert b"the answer broke off" in rest
         await soon(c.d.cancelled.get())
-
-
-# ---- restarts ----
-
-
-async def test_restarted_prefill_engine_is_used_at_once(cluster: Any) -> None:
-    """403 bad_ticket: the state is read again, and the next attempt has a ticket for the new life."""
-    async with cluster() as c:
-        old = c.p.identity
-        await c.p.restart()
-        status, answer = await c.post(c.body())
-        assert status == 200
-        ticket = c.p.legs.get_nowait().ticket
-        assert (ticket.audience, ticket.key.attempt) == (c.p.identity, 1)
-        assert c.p.identity != old
-        assert c.d.legs.get_nowait().ticket.offer.source == c.p.identity
-        record = await c.record(answer["id"])
-        assert (record["path"], record["attempts"]) == ("pull", 2)
-        assert record["reasons"] == ["epoch_changed"]
-        assert c.p.withdrawn.empty()
-
-
-async def test_restarted_decode_engine_is_used_at_once(cluster: Any) -> None:
-    """The ticket was refused, so nothing has begun, and the offer serves the new life."""
-    async with cluster() as c:
-        await c.d.restart()
-        status, answer = await c.post(c.body())
-        assert status == 200
-        ticket = c.d.legs.get_nowait().ticket
-        assert ticket.audience == c.d.identity
-        assert c.p.legs.qsize() == 1
-        assert ticket.offer.key == c.p.legs.get_nowait().ticket.key
-        record = await c.record(answer["id"])
-        assert record["reasons"] == ["epoch_changed"]
-        assert record["decode"] == {"engine_id": c.d.engine_id, "epoch": c.d.identity.epoch}
-        assert record["incomplete"] is False
-
-
-async def test_every_ticket_is_refused(cluster: Any) -> None:
-    """Another cluster key: bounded, and the message says what it is."""
-    async with cluster(cluster_key=b"another") as c:
-        status, answer = await c.post(c.body())
-        assert status == 503
-        assert "not signed with this cluster's key" in answer["error"]["message"]
-        assert c.d.legs.empty()
-
-
-async def test_killed_prefill_engine_with_many_in_flight(cluster: Any) -> None:
-    """Field case 13: every paired leg goes on without it, and both engines end at rest."""
-    async with cluster(poll_interval_s=0.02) as c:
-        c.p.script = held
-        requests = [c.start(c.body()) for _ in range(50)]
-        await until(lambda: c.p.legs.qsize() == 50)
-        await c.p.kill()
-        answers = await soon(asyncio.gather(*requests))
-        assert [status for status, _ in answers] == [200] * 50
-        assert c.d.legs.qsize() == 50
-        assert {c.d.legs.get_nowait().ticket.leg for _ in range(50)} == {"local"}
-        await c.at_rest()
-        c.p.script = prefill
-        c.p.new_life()
-        await c.p.start()
-        await c.healthy()
-        assert (await c.post(c.body()))[0] == 200
-        assert c.d.legs.get_nowait().ticket.leg == "decode"
-
-
-# ---- clients that leave ----
-
-
-async def leave(request: asyncio.Task[Any]) -> None:
-    request.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await request
-
-
-async def test_client_leaves_during_prefill(cluster: Any) -> None:
-    """Field case 30: the leg is closed and withdrawn, and nothing reaches the decode engine."""
-    async with cluster(timeouts=NO_ACCOUNT) as c:
-        c.p.script = held
-        request = c.start(c.body())
-        leg = await soon(c.p.legs.get())
-        await leave(request)
-        assert await soon(c.p.cancelled.get()) is leg
-        assert (await soon(c.p.withdrawn.get())).key == leg.ticket.key
-        await c.at_rest()
-        assert c.d.legs.empty()
-        record = await c.record(leg.ticket.key.handoff_id)
-        assert (record["status"], record["reasons"], record["ttft_s"]) == (499, ["client_aborted"], None)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_client_leaves_before_the_first_byte(cluster: Any, stream: bool) -> None:
-    """Field case 30: the offer is withdrawn too."""
-    async with cluster() as c:
-        c.d.script = held
-        request = c.start(c.body(stream=stream))
-        leg = await soon(c.d.legs.get())
-        await leave(request)
-        assert await soon(c.d.cancelled.get()) is leg
-        assert (await soon(c.p.withdrawn.get())).key == leg.ticket.offer.key
-        await c.at_rest()
-        c.d.script = decode
-        assert (await c.post(c.body()))[0] == 200
-
-
-async def test_client_leaves_in_the_stream(cluster: Any) -> None:
-    async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
-        async def before(index: int) -> None:
-            if index:
-                await asyncio.Event().wait()
-
-        return await streamed(engine, leg, [*events(leg, "a", "b"), DONE], before=before)
-
-    async with cluster(timeouts=NO_ACCOUNT) as c:
-        c.d.script = script
-        async with c.session.post(c.url + "/v1/completions", json=c.body(stream=True)) as response:
-            await soon(response.content.readany())
-            leg = c.d.legs.get_nowait()
-            response.close()
-        assert await soon(c.d.cancelled.get()) is leg
-        await c.at_rest()
-        record = await c.record(leg.ticket.key.handoff_id)
-        assert record["status"] == 499
-        assert record["reasons"] == ["client_aborted"]
-        assert record["ttft_s"] > 0
-        assert c.p.withdrawn.empty()  # the decode engine has the offer in hand
-
-
-async def test_client_leaves_between_attempts(cluster: Any) -> None:
-    """While the failed attempt is being withdrawn."""
-    async with cluster() as c:
-        withdrawing = asyncio.Event()
-
-        async def hold_withdraw() -> None:
-            withdrawing.set()
-            await asyncio.Event().wait()
-
-        c.p.withdraw_script = hold_withdraw
-        c.d.script = failing(500)
-        request = c.start(c.body())
-        await soon(withdrawing.wait())
-        await leave(request)
-        c.p.withdraw_script = None
-        await c.at_rest()
-        assert c.d.legs.qsize() == 1
-        assert (await soon(c.p.withdrawn.get())).key == c.d.legs.get_nowait().ticket.key
-
-
-async def test_client_stops_reading(cluster: Any) -> None:
-    """Both sides' buffers fill, and the request ends by its deadline; the engine's leg with it."""
-    event = b"data: " + b"x" * 2**16 + b"\n\n"
-
-    async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
-        return await streamed(engine, leg, [event] * 1000)
-
-    async with cluster(timeouts=NO_ACCOUNT | {"idle_s": 0.5}) as c:
-        c.d.script = script
-        async with c.session.post(c.url + "/v1/completions", json=c.body(stream=True)):
-            leg = c.d.legs.get_nowait()
-            assert await soon(c.d.cancelled.get()) is leg
-            await c.at_rest()
-        assert (await c.record(leg.ticket.key.handoff_id))["status"] == 499

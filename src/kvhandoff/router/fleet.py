@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.ids import HandoffKey, Identity, new_handoff_id
+from kvhandoff.core.ids import HandoffKey, new_handoff_id
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.tickets import TicketKey
 from kvhandoff.router.config import RouterConfig
@@ -78,10 +78,6 @@ class Fleet:
                 name, longest = engine.state.model, engine.state.max_model_len
                 models[name] = min(longest, models.get(name, longest))
         return models
-
-    def alive(self, identity: Identity) -> bool:
-        """Whether this life of this engine still reports."""
-        return any(engine.healthy and engine.identity == identity for engine in self.engines)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it in the background, until it ends or the fleet closes."""
