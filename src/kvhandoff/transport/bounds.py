@@ -22,17 +22,21 @@ def oriented(
         local, remote, count = copy[local_at], copy[remote_at], copy[2]
         if count < 1:
             raise TransportError(f"{operation} {peer}: a copy of {count} blocks, allowed is 1 or more")
-        for whose, first, blocks in (
-            ("this engine", local, local_blocks),
-            (str(peer), remote, remote_blocks),
-        ):
-            if first < 0 or first + count > blocks:
-                raise TransportError(
-                    f"{operation} {peer}: blocks {first} to {first + count - 1} of {whose}, "
-                    f"which has blocks 0 to {blocks - 1}"
-                )
+        if not 0 <= local <= local_blocks - count:
+            raise _outside(operation, peer, local, count, "this engine", local_blocks)
+        if not 0 <= remote <= remote_blocks - count:
+            raise _outside(operation, peer, remote, count, str(peer), remote_blocks)
         checked.append((local, remote, count))
     return checked
+
+
+def _outside(
+    operation: Operation, peer: Identity, first: int, count: int, whose: str, blocks: int
+) -> TransportError:
+    return TransportError(
+        f"{operation} {peer}: blocks {first} to {first + count - 1} of {whose}, "
+        f"which has blocks 0 to {blocks - 1}"
+    )
 
 
 def check_block_bytes(peer: Identity, local: int, remote: int) -> None:
