@@ -7,6 +7,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     ---------  -------------------------------  -------------------------  --------
     WAITING    peer is up, life as described    send claim                 ASKED
     WAITING    peer unusable, or another life   miss                       (ended)
+    WAITING    peer is up, blocks ≠ tokens      miss: bad_reference        (ended)
     ASKED      retry due                        send claim                 ASKED
     ASKED      granted                          trust until the asking     GRANTED
                                                 + lease − margin
@@ -122,10 +123,6 @@ class ReadLedger:
             raise ValueError(f"read {event.read} is under way already")
         read = _Read(event.read, event.descriptor, event.chain)
         self._reads[read.key] = read
-        described = sum(count for _, count in read.descriptor.spans)
-        if described != -(-read.descriptor.n_tokens // read.chain.block_size):
-            detail = f"{described} blocks for {read.descriptor.n_tokens} tokens"
-            return self._miss(read, Reason.BAD_REFERENCE, detail)
         source = read.descriptor.source
         if source in self._unfenced.values():
             detail = f"an earlier read from {source} timed out and has no fence yet"
@@ -227,6 +224,10 @@ class ReadLedger:
     # ----------------------------------------------------------------------------------------- the steps
 
     def _ask(self, now: float, read: _Read) -> list[Effect]:
+        """Claim and read from a peer that is up: its blocks are as large as this engine's."""
+        described, n_tokens = sum(count for _, count in read.descriptor.spans), read.descriptor.n_tokens
+        if described != -(-n_tokens // read.chain.block_size):
+            return self._miss(read, Reason.BAD_REFERENCE, f"{described} blocks for {n_tokens} tokens")
         read.claim_deadline = now + self._settings.claim_s
         read.retry_s = self._settings.retry_s
         return [self._claim(now, read), *self._post(now, read)]
