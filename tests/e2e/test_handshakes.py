@@ -288,7 +288,8 @@ async def test_answer_that_is_none(
 async def test_answer_cut_off_anywhere(reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
     """A truncated answer is malformed at every length, and counted as that."""
     counters = reader.d.agent._control.counters
-    before, lengths = counters.malformed, []
+    before = counters.malformed
+    lengths: list[int] = []
 
     def cut(hello: Hello) -> list[Body | bytes]:
         whole = peer.pack(_welcome(hello), reader.d.agent.me)
