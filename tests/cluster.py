@@ -23,7 +23,6 @@ from kvhandoff.embedded.core import EngineCore
 from kvhandoff.embedded.process import plane_factory
 from kvhandoff.embedded.runner import TorchRunner, load_runner
 from kvhandoff.embedded.server import create_app
-from kvhandoff.embedded.server import serve as serve_engine
 from kvhandoff.embedded.text import TextProcessor
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.app import serve as serve_router
@@ -31,6 +30,7 @@ from kvhandoff.router.config import RouterConfig
 from kvhandoff.transport.api import DataPlane
 from kvhandoff.transport.mover import Mover
 from kvhandoff.transport.region import SharedRegion
+from kvhandoff.web import serve as serve_engine
 
 CLUSTER_KEY = b"key of the tests"
 MODEL = "tiny"

@@ -27,10 +27,9 @@ import msgspec
 
 from kvhandoff.core.records import BlockCounts, EngineState
 from kvhandoff.embedded.process import EngineConfig, Started, prepare, run_engine
-from kvhandoff.embedded.web import run_main
-from kvhandoff.router.app import RouterServer
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig
+from kvhandoff.web import Server, run_main
 from tests.cluster import CLUSTER_KEY, MODEL, Cluster, Transport, client
 
 DEADLINE = 30.0
@@ -152,7 +151,7 @@ class Deployment(Cluster):
         self.prefillers: list[EngineProcess] = []
         self.decoders: list[EngineProcess] = []
         self._options = router_options
-        self._router: RouterServer | None = None
+        self._router: Server | None = None
 
     @property
     def processes(self) -> list[EngineProcess]:

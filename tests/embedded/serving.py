@@ -15,8 +15,9 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from kvhandoff.embedded.api import EngineRequest, TokenOutput
-from kvhandoff.embedded.server import Limits, create_app, serve
+from kvhandoff.embedded.server import Limits, create_app
 from kvhandoff.embedded.text import TextProcessor
+from kvhandoff.web import serve
 from tests.embedded.fake_agent import FakeAgent, FakeEngine, FakeLeg, Script
 from tests.tinymodels import cached_tiny_model
 
@@ -125,3 +126,32 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[st
 def give(request: EngineRequest, token_id: int | None, **more: Any) -> None:
     """As the engine: one output of this request."""
     request.on_output(TokenOutput(request.request_id, token_id, **more))
+
+
+class Stream:
+    """A stream opened by a test that is the engine too."""
+
+    def __init__(self, server: Serving, body: dict[str, Any], path: str = COMPLETIONS) -> None:
+        self._post = asyncio.create_task(server.session.post(path, json=body | {"stream": True}))
+        self.response: aiohttp.ClientResponse | None = None
+        self._events: Any = None
+
+    async def next(self) -> Any:
+        """The next event; the first one comes with the response's headers."""
+        if self.response is None:
+            self.response = await soon(self._post)
+            assert self.response.status == 200
+            assert self.response.content_type == "text/event-stream"
+            self._events = read_events(self.response)
+        return await anext(self._events, None)
+
+    @property
+    def answered(self) -> bool:
+        return self._post.done()
+
+    async def leave(self) -> None:
+        """As a client that goes away."""
+        if self.response is not None:
+            self.response.close()
+        self._post.cancel()
+        await asyncio.wait([self._post])

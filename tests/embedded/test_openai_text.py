@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer
 
 from kvhandoff.core.errors import ConfigError, RequestError
+from kvhandoff.embedded.chat import Message
 from kvhandoff.embedded.detokenize import Detokenizer, StopMatcher, StopStrings, TokenBytes
+from kvhandoff.embedded.openai import ChatBody, CompletionBody
+from kvhandoff.embedded.prompts import PromptReader
 from kvhandoff.embedded.text import SamplingDefaults, TextProcessor
 from tests.tinymodels import VOCAB_SIZE, cached_tiny_model
 
@@ -97,7 +101,7 @@ def test_encodes_as_transformers_smollm2(prompt: str) -> None:
     assert text.encode(rendered, add_special_tokens=False) == ids
 
 
-def test_adds_bos_as_transformers(model_dir: Path, tmp_path: Path) -> None:
+async def test_adds_bos_as_transformers(model_dir: Path, tmp_path: Path) -> None:
     """The BOS that the tokenizer's own settings ask for, and none in front of a rendered chat."""
     directory = tmp_path / "bos"
     shutil.copytree(model_dir, directory)
@@ -124,6 +128,19 @@ def test_adds_bos_as_transformers(model_dir: Path, tmp_path: Path) -> None:
     assert len(expected) > 4
     assert text.encode("Numbers: 1 2 3", add_special_tokens=True) == expected
     assert text.encode("Numbers: 1 2 3", add_special_tokens=False) == expected[1:]
+
+    with ThreadPoolExecutor(1) as executor:
+        reader = PromptReader(text, 512, executor)
+        completion = CompletionBody()
+        assert await reader.completion(completion, "Numbers: 1 2 3", 0) == expected
+        bare = CompletionBody(add_special_tokens=False)
+        assert await reader.completion(bare, "Numbers: 1 2 3", 0) == expected[1:]
+        ids = await reader.chat(ChatBody(messages=[Message(role="user", content="hi")]), 0)
+        chat = reference.apply_chat_template(
+            [{"role": "user", "content": "hi"}], add_generation_prompt=True
+        ).input_ids
+        assert ids == chat
+        assert ids[:2] != [1, 1]
 
 
 def test_renders_chat_as_transformers(text: TextProcessor, reference: Any) -> None:

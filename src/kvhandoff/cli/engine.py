@@ -76,7 +76,7 @@ def engine(
     prepare(exact=exact, threads=threads)
 
     from kvhandoff.embedded.models import resolve_model
-    from kvhandoff.embedded.web import run_main
+    from kvhandoff.web import run_main
 
     config = EngineConfig(
         model_dir=resolve_model(model),

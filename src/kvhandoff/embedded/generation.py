@@ -20,7 +20,7 @@ from kvhandoff.embedded.detokenize import StopMatcher, StopStrings
 from kvhandoff.embedded.openai import AnyBody
 from kvhandoff.embedded.params import sibling_seed
 from kvhandoff.embedded.text import TextProcessor
-from kvhandoff.embedded.web import ClientGone
+from kvhandoff.web import ClientGone
 
 MAX_BATCH = 256
 """Tokens put together into the pieces of one turn, so that no turn takes long."""

@@ -9,7 +9,8 @@ from aiohttp import web
 
 from kvhandoff.core.errors import RequestError, invalid, unavailable
 from kvhandoff.embedded.api import Agent, EngineControl
-from kvhandoff.embedded.web import Limits, error_response, json_response, read_body
+from kvhandoff.embedded.web import Limits
+from kvhandoff.web import error_response, json_response, read_body
 
 
 class Internal:
@@ -54,7 +55,7 @@ class Internal:
 
     async def _obey(self, request: web.Request, act: Callable[[object], None]) -> web.Response:
         """`act` on the body's `ticket`; it checks the ticket itself. Answers `{}`."""
-        raw = await read_body(request, self._limits)
+        raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
         try:
             body = msgspec.json.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:

@@ -87,8 +87,9 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
     from kvhandoff.embedded.agent import EngineAgent, EngineFacts
     from kvhandoff.embedded.core import EngineCore
     from kvhandoff.embedded.runner import load_runner
-    from kvhandoff.embedded.server import create_app, serve
+    from kvhandoff.embedded.server import create_app
     from kvhandoff.embedded.text import TextProcessor
+    from kvhandoff.web import serve
 
     transport = choose_transport(config.transport)
     text = TextProcessor.load(config.model_dir)

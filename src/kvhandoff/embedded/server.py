@@ -24,22 +24,8 @@ from kvhandoff.embedded.params import sampling_params
 from kvhandoff.embedded.prompts import PromptReader
 from kvhandoff.embedded.responses import Answer, event
 from kvhandoff.embedded.text import TextProcessor
-from kvhandoff.embedded.web import (
-    INTERNAL_ERROR,
-    ClientGone,
-    EventStream,
-    Limits,
-    Server,
-    StreamFailed,
-    errors,
-    json_response,
-    read_body,
-    run_main,
-    send_json,
-    serve,
-)
-
-__all__ = ["Limits", "Server", "create_app", "run_main", "serve"]
+from kvhandoff.embedded.web import EventStream, Limits, StreamFailed, broken_streams, send_json
+from kvhandoff.web import INTERNAL_ERROR, ClientGone, errors, json_response, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +50,7 @@ def create_app(
     front = _Front(agent, engine_core, text, model_name, prompts, limits)
     internal = Internal(agent, engine_core, limits)
 
-    app = web.Application(middlewares=[errors], client_max_size=limits.body_bytes)
+    app = web.Application(middlewares=[errors, broken_streams], client_max_size=limits.body_bytes)
     app.add_routes(
         [
             web.post("/v1/chat/completions", front.chat),
@@ -119,7 +105,7 @@ class _Front:
         return json_response({"object": "list", "data": [model]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        raw = await read_body(request, self._limits)
+        raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
         body = parse(raw, ChatBody, model_vocab=self._text.vocab_size)
         self._check_model(body)
         with ExitStack() as legs:
@@ -131,7 +117,7 @@ class _Front:
             return await self._answer(request, body, [run])
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        raw = await read_body(request, self._limits)
+        raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
         body = parse(raw, CompletionBody, model_vocab=self._text.vocab_size)
         self._check_model(body)
         prompts = body.prompts()

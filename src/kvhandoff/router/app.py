@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -12,14 +11,15 @@ import aiohttp
 from aiohttp import web
 
 from kvhandoff.core.clock import Clock, monotonic
-from kvhandoff.core.errors import ConfigError, RequestError
+from kvhandoff.core.errors import RequestError
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.records import Draft, Records
 from kvhandoff.router.relay import Relay
-from kvhandoff.router.web import errors, json_response
+from kvhandoff.web import Server, errors, json_response
+from kvhandoff.web import serve as listen
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ _KEEP_IDLE_S = 15.0
 """Idle connections to engines are kept this long, well below what engines keep theirs."""
 _LEG_POLL_S = 0.02
 """Between two looks for an engine's account that is about to come in."""
-_SHUTDOWN_S = 5.0
 
 
 class Front:
@@ -163,33 +162,9 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Applica
     return app
 
 
-class RouterServer:
-    """A running router."""
-
-    def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
-        self._runner = runner
-        self.host = host
-        self.port = port
-        """The bound port, also when 0 was asked for."""
-
-    async def close(self) -> None:
-        """Stop listening, give running requests a moment, end what is left."""
-        await self._runner.cleanup()
-
-
-async def serve(config: RouterConfig) -> RouterServer:
+async def serve(config: RouterConfig) -> Server:
     """Start to listen. The engines have been asked for their state once when this returns.
 
     Raises ConfigError when the address can't be had.
     """
-    runner = web.AppRunner(
-        create_app(config), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-    except OSError as error:
-        await runner.cleanup()
-        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"port {config.port} on {config.host}: can't listen ({why})") from error
-    return RouterServer(runner, config.host, runner.addresses[0][1])
+    return await listen(create_app(config), config.host, config.port)

@@ -39,7 +39,7 @@ from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.legs import leg_headers
 from kvhandoff.router.policy import PATH_HEADER, choose_decode, choose_path, choose_prefill, requested_path
 from kvhandoff.router.records import Draft, LegRef, Records
-from kvhandoff.router.web import CLIENT_LEFT, ClientGone, error_response, read_body
+from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response, read_body
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.engine import describe
-from kvhandoff.router.web import CLIENT_LEFT, ClientGone
+from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 BROKEN_OFF = 502
 """The status in records and metrics of a stream that broke off; its client has seen a 200, and then an error

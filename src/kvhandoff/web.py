@@ -1,23 +1,28 @@
-"""HTTP odds and ends of the router: bodies in, JSON out, errors in OpenAI's form."""
+"""What every HTTP server of the project does alike: bodies in, JSON out, errors in OpenAI's form, listening.
+
+Above `core`, below the engines' servers and the router.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import ConfigError, RequestError
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Result = TypeVar("Result")
 
 CLIENT_LEFT = 499
-"""The status in records and metrics of a request whose client left; nobody receives it."""
+"""The status of a request whose client left; nobody receives it."""
 
 INTERNAL_ERROR = RequestError("internal error", status=500, code="internal_error", kind="server_error")
 
@@ -46,8 +51,11 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(error)
     except web.HTTPException as error:
         return _from_http(request, error)
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
+    except ClientGone:
+        # There is nobody to answer, but aiohttp wants something to drop.
+        return web.Response(status=CLIENT_LEFT)
+    except Exception:  # noqa: BLE001  logged, and answered with a 500
+        _log.exception("%s %s failed", request.method, request.path)
         return error_response(INTERNAL_ERROR)
 
 
@@ -73,6 +81,9 @@ async def read_body(request: web.Request, limit_bytes: int, read_s: float) -> by
     )
     if (request.content_length or 0) > limit_bytes:
         raise too_large
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise RequestError(f"Content-Encoding: got {encoding!r}, allowed is none", status=415)
     try:
         async with asyncio.timeout(read_s):
             return await request.read()
@@ -85,3 +96,50 @@ async def read_body(request: web.Request, limit_bytes: int, read_s: float) -> by
         raise RequestError(f"body: can't be read ({error})", param="body") from error
     except ConnectionError as error:
         raise ClientGone from error
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
+        self._runner = runner
+        self.host = host
+        self.port = port
+        """The bound port, also when 0 was asked for."""
+
+    async def close(self) -> None:
+        """Stop listening, give running requests a moment, end what is left."""
+        await self._runner.cleanup()
+
+
+async def serve(
+    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, shutdown_s: float = 5.0
+) -> Server:
+    """Start to listen; requests are cancelled when their client leaves.
+
+    Raises ConfigError when the address can't be had.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,  # a small body could unpack into a huge one; see read_body
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"port {port} on {host}: can't listen ({why})") from error
+    return Server(runner, host, runner.addresses[0][1])
+
+
+def run_main(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a program on uvloop, or on asyncio's own loop where there is no uvloop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
