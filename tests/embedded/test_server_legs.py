@@ -154,9 +154,10 @@ async def test_models_and_operations() -> None:
             state = await response.json()
             assert (state["cursor"], state["blocks"]["free"], state["role"]) == (41, BLOCKS.free, "both")
         server.engine.healthy = False
-        async with server.session.get("/health") as response:
-            assert response.status == 503
-            assert (await response.json())["error"]["code"] == "engine_stopped"
+        for where in ("/health", "/internal/state"):
+            async with server.session.get(where) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == "engine_stopped"
 
 
 async def test_router_tickets() -> None:

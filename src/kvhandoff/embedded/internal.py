@@ -10,7 +10,7 @@ from aiohttp import web
 from kvhandoff.core.errors import RequestError, invalid, unavailable
 from kvhandoff.embedded.api import Agent, EngineControl
 from kvhandoff.embedded.web import Limits
-from kvhandoff.web import error_response, json_response, read_body
+from kvhandoff.web import json_response, read_body
 
 
 class Internal:
@@ -23,8 +23,7 @@ class Internal:
 
     async def health(self, _: web.Request) -> web.Response:
         """200 while requests are taken."""
-        if not self._engine.healthy:
-            return error_response(unavailable("the engine has stopped", code="engine_stopped"))
+        self._check_health()
         return json_response({"status": "ok"})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -39,10 +38,12 @@ class Internal:
         return json_response(self._agent.blocks())
 
     async def state(self, request: web.Request) -> web.Response:
-        """`EngineState`, with the legs that ended after the cursor `after` (default 0)."""
+        """`EngineState`, with the legs that ended after the cursor `after` (default 0); 503 when it has stopped,
+        so that the router sends nothing more."""
         raw = request.query.get("after", "0")
         if not (raw.isascii() and raw.isdecimal() and len(raw) < 20):
             raise invalid("after", raw, "a cursor: 0, or one that an earlier answer gave")
+        self._check_health()
         return json_response(self._agent.state(int(raw)))
 
     async def withdraw(self, request: web.Request) -> web.Response:
@@ -52,6 +53,10 @@ class Internal:
     async def peers(self, request: web.Request) -> web.Response:
         """Connect to peers ahead of the first request."""
         return await self._obey(request, self._agent.connect_peers)
+
+    def _check_health(self) -> None:
+        if not self._engine.healthy:
+            raise unavailable("the engine has stopped", code="engine_stopped")
 
     async def _obey(self, request: web.Request, act: Callable[[object], None]) -> web.Response:
         """`act` on the body's `ticket`; it checks the ticket itself. Answers `{}`."""
