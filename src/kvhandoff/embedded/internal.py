@@ -38,8 +38,10 @@ class Internal:
         return json_response(self._agent.blocks())
 
     async def state(self, request: web.Request) -> web.Response:
-        """`EngineState`, with the legs that ended after the cursor `after` (default 0); 503 when it has stopped,
-        so that the router sends nothing more."""
+        """`EngineState`, with the legs that ended after the cursor `after` (default 0).
+
+        503 when the engine has stopped, so that the router sends nothing more.
+        """
         raw = request.query.get("after", "0")
         if not (raw.isascii() and raw.isdecimal() and len(raw) < 20):
             raise invalid("after", raw, "a cursor: 0, or one that an earlier answer gave")
