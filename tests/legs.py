@@ -119,6 +119,12 @@ class Legs:
             status, answer = await self.cluster.post(body, url=engine.url)
         return Answered(key, status, answer)
 
+    async def withdraw(self, engine: LiveEngine, offer: HandoffKey) -> None:
+        """Have `engine` end an offer, one that nobody reads."""
+        body = {"ticket": ticket(engine, "withdraw", key=offer)}
+        async with self.cluster.session.post(f"{engine.url}/internal/withdraw", json=body) as answer:
+            assert (answer.status, await answer.json()) == (200, {})
+
     async def flood(self, engine: LiveEngine, rng: random.Random) -> None:
         """Run other prompts until each block that `engine` can give out has held KV of one of them."""
         size, total = engine.core.layout.block_size, engine.blocks().total
