@@ -99,8 +99,9 @@ async def test_client_leaves_in_a_long_prefill(tiny: Path) -> None:
 
 
 async def test_client_leaves_between_prefill_and_decode(tiny: Path) -> None:
-    """Field case 30: the offer is withdrawn while the decode engine has not begun; the next request, which
-    needs these very blocks, waits for no lease."""
+    """Field case 30: the decode engine has claimed the offer, but is busy with a long step. The prefill
+    engine gets its blocks back while that goes on; the next request, which needs these very blocks, waits
+    neither for a lease nor for the other engine."""
     tokens, following = prompt(5, 5 * CHUNK), prompt(6, 5 * CHUNK)
     async with stage(tiny, prefill_options={"num_blocks": 11}) as s:
         expected = await s.alone(following)
@@ -108,7 +109,7 @@ async def test_client_leaves_between_prefill_and_decode(tiny: Path) -> None:
         other = s.request(prompt(7, CHUNK), url=s.decode.url)
         await until(lambda: s.decode_steps.holds)
         client = s.ask(tokens)
-        await until(lambda: news(s.decode) == 1 and s.prefill.blocks().offered == 10)
+        await until(lambda: news(s.decode) == 1 and claims(s.prefill) == 1)
         await leave(client)
         await until(lambda: s.prefill.blocks().offered == 0, 10.0, s.where)
         s.open()

@@ -154,6 +154,9 @@ class AgentLeg:
         self._finished = True
         for request in self._requests:
             self._host.core.abort(request.request_id)
+        # The source need not wait for this engine's step to end. Blocks that this frees reach the engine
+        # after the abort, which leaves them with the handoff side.
+        self._drop_read(done=False)
         self._host.ended(self, self._record(finish_reason, completion_tokens))
 
     # ----------------------------------------------------------------------------- news from the engine
