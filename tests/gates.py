@@ -92,19 +92,22 @@ class _Held:
     operation: Operation
     peer: Identity
     copies: Sequence[Copy]
+    late_by: int
     real: Handle | None = None
     error: str | None = None
 
 
 @dataclass
 class TransferGate:
-    """Stands before every transfer of one data plane: `engine(..., wrap_plane=gate.wrap)`. Open until closed."""
+    """Stands before every transfer of one data plane: `engine(..., wrap_plane=gate.wrap)`. Open at first."""
 
     closed: bool = False
     posted: int = 0
     """Transfers that have been posted."""
     ended: int = 0
     """Transfers that have reported an end."""
+    late_by: Callable[[], int] = lambda: 0
+    """How many times a transfer is asked after before its bytes move; asked once for each."""
     on_event: Callable[[], None] = lambda: None
     """Called on the mover's thread whenever a transfer is posted or ends."""
 
@@ -138,7 +141,7 @@ class _GatedPlane:
         self._plane.disconnect(peer)
 
     def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Held:
-        handle = _Held(operation, peer, copies)
+        handle = _Held(operation, peer, copies, self._gate.late_by())
         self._gate.posted += 1
         self._gate.on_event()
         return handle
@@ -152,7 +155,8 @@ class _GatedPlane:
 
     def _poll(self, handle: _Held) -> TransferState:
         if handle.real is None:
-            if self._gate.closed:
+            handle.late_by -= 1
+            if self._gate.closed or handle.late_by >= 0:
                 return TransferState.PENDING
             try:
                 handle.real = self._plane.post(handle.operation, handle.peer, handle.copies)

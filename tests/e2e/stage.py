@@ -6,10 +6,11 @@ All leases are a minute long, so that whatever is back at its baseline was given
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [rng.randrange(3, 250) for _ in range(tokens)]
 
 
+class Errors(logging.Handler):
+    """What is logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @dataclass
 class Stage:
     """A prefill and a decode engine with a gate at everything that can be held."""
@@ -39,6 +51,7 @@ class Stage:
     decode_steps: StepGate
     transfers: TransferGate
     on_open: Callable[[], None] = lambda: None
+    errors: Errors = field(default_factory=Errors)
 
     async def introduced(self) -> None:
         """Wait for the handshake that the router asks for when an engine comes up."""
@@ -62,10 +75,12 @@ class Stage:
         return asyncio.create_task(self.cluster.post({**body, "return_token_ids": True, **fields}))
 
     async def idle(self) -> None:
-        """Wait until both engines and the router have forgotten everything but cached blocks."""
+        """Wait until both engines and the router have forgotten everything but cached blocks; none of them
+        may have met with anything that it calls an error."""
         await until(lambda: idle(self.prefill) and idle(self.decode), 10.0, self.where)
         async with self.cluster.session.get(f"{self.cluster.url}/metrics") as answer:
             assert "kvhandoff_router_in_flight 0.0" in await answer.text()
+        assert self.errors.messages == []
 
     def where(self) -> str:
         return f"prefill: {leftovers(self.prefill)}; decode: {leftovers(self.decode)}"
@@ -91,9 +106,12 @@ async def stage(model_dir: Path, **options: Any) -> AsyncIterator[Stage]:
     async with cluster(model_dir, decode_options=decode_options, **options) as deployment:
         (prefill,), (decode,) = deployment.prefill, deployment.decode
         made = Stage(deployment, prefill, decode, StepGate(prefill), StepGate(decode), transfers)
+        logger = logging.getLogger("kvhandoff")
+        logger.addHandler(made.errors)
         try:
             yield made
         finally:
+            logger.removeHandler(made.errors)
             made.open()
 
 

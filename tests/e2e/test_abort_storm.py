@@ -83,13 +83,15 @@ class Moments:
 
 @pytest.mark.parametrize("transport", ["shm", "nixl"])
 async def test_aborts_at_any_moment(tiny: Path, transport: Literal["shm", "nixl"]) -> None:
-    """Field case 18b: of 200 requests most are aborted at a random moment, by their client, by the prefill
-    engine or by the decode engine. Both engines go on, and what is answered is right."""
+    """Field case 18b: of 150 requests most are aborted at a random moment, by their client, by the prefill
+    engine or by the decode engine, and every other transfer takes its time, while its target blocks are
+    wanted by others. Both engines go on, and what is answered is right."""
     rng = random.Random(18)
     prompts = [prompt(seed, 2 * BLOCK + 5 * seed) for seed in range(6)]
-    async with stage(tiny, transport=transport, max_num_seqs=8, num_blocks=64) as s:
+    async with stage(tiny, transport=transport, max_num_seqs=8, num_blocks=32) as s:
         expected = [await s.alone(tokens, 3) for tokens in prompts]
         moments = Moments(s)
+        s.transfers.late_by = lambda: rng.choice((0, 0, 3, 30))
         lanes = asyncio.Semaphore(12)
         outcomes: dict[str, int] = {}
 
@@ -125,9 +127,9 @@ async def test_aborts_at_any_moment(tiny: Path, transport: Literal["shm", "nixl"
                     assert answer["error"]["code"] in ("prefill_failed", "decode_failed", "engine_aborted")
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
-        await asyncio.gather(*(one(index) for index in range(200)))
-        assert outcomes["left"] > 40, outcomes
-        assert outcomes["200"] > 50, outcomes
+        await asyncio.gather(*(one(index) for index in range(150)))
+        assert outcomes["left"] > 30, outcomes
+        assert outcomes["200"] > 30, outcomes
         await s.idle()
         status, answer = await s.ask(prompts[0], 3, cache_salt="after")
         assert (status, answer["choices"][0]["token_ids"]) == (200, expected[0])
