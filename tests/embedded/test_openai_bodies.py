@@ -304,6 +304,14 @@ async def test_values_without_effect(server: Serving) -> None:
         assert status == 200, answer
 
 
+async def test_too_large_bodies_are_refused_unread() -> None:
+    async with (
+        serving(limits=Limits(body_bytes=1000)) as running,
+        raw_connection(running.port, b"Content-Length: 1001\r\n\r\n") as (reader, _),
+    ):
+        assert b" 413 " in await soon(reader.readline())
+
+
 async def test_slow_and_broken_uploads() -> None:
     """A body that doesn't come in time is 408; a client that leaves in the middle of one is no trouble."""
     async with serving(tokens(ids_of("ok")), limits=Limits(read_s=0.05)) as running:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+from kvhandoff.core.errors import RequestError
 from kvhandoff.embedded.openai import ChatBody, CompletionBody, parse
 from kvhandoff.embedded.params import sampling_params, sibling_seed
 from kvhandoff.embedded.text import SamplingDefaults
@@ -57,6 +60,17 @@ def test_token_limits_of_chat() -> None:
     assert asked(ChatBody, max_completion_tokens=50).max_tokens == 50
     assert asked(ChatBody, max_tokens=60).max_tokens == 60
     assert asked(ChatBody, max_completion_tokens=50, max_tokens=60).max_tokens == 50
+
+
+def test_room_for_the_answer() -> None:
+    """Prompt and answer fill the context to the last token, and no further."""
+    assert asked(ChatBody, prompt_tokens=500, max_tokens=12).max_tokens == 12
+    with pytest.raises(RequestError, match=r"13 > 512 - 500") as caught:
+        asked(ChatBody, prompt_tokens=500, max_tokens=13)
+    assert caught.value.code == "context_length_exceeded"
+    assert asked(ChatBody, prompt_tokens=511).max_tokens == 1
+    with pytest.raises(RequestError, match="has 512 input tokens"):
+        asked(ChatBody, prompt_tokens=512)
 
 
 def test_logprobs_asked_for() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvhandoff.embedded.api import EngineRequest, TokenOutput
 from kvhandoff.embedded.chat import Message, template_messages
 from tests.embedded.fake_agent import tokens
 from tests.embedded.serving import CHAT, COMPLETIONS, MODEL, give, ids_of, serving, soon, tiny_text
@@ -207,13 +209,13 @@ async def test_chat_logprobs() -> None:
 
 async def test_completion_logprobs_and_echo() -> None:
     """Offsets count characters of `text`; the prompt's first token has no logprob."""
-    prompt, generated = ids_of("Köln"), ids_of(" é!")
-    body = {"prompt": "Köln", "logprobs": 1, "max_tokens": 9}
+    prompt, generated = ids_of("the 中"), ids_of(" é!")
+    body = {"prompt": "the 中", "logprobs": 1, "max_tokens": 9}
     async with serving(tokens(generated)) as server:
         _, plain = await server.post(COMPLETIONS, body)
         _, echoed = await server.post(COMPLETIONS, body | {"echo": True})
         _, from_ids = await server.post(COMPLETIONS, body | {"echo": True, "prompt": prompt})
-        _, text_only = await server.post(COMPLETIONS, {"prompt": "Köln", "echo": True, "max_tokens": 9})
+        _, text_only = await server.post(COMPLETIONS, {"prompt": "the 中", "echo": True, "max_tokens": 9})
     logprobs = plain["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" ", "\ufffd", "\ufffd", "!"]
     assert logprobs["text_offset"] == [0, 1, 1, 2]
@@ -223,15 +225,14 @@ async def test_completion_logprobs_and_echo() -> None:
 
     choice = echoed["choices"][0]
     assert choice == from_ids["choices"][0]
-    assert choice["text"] == text_only["choices"][0]["text"] == "Köln é!"
+    assert choice["text"] == text_only["choices"][0]["text"] == "the 中 é!"
     logprobs = choice["logprobs"]
     assert len(logprobs["tokens"]) == len(prompt) + len(generated)
     assert logprobs["token_logprobs"] == [None, *(-i / 8 for i in prompt[1:]), *(-i / 8 for i in generated)]
     assert logprobs["top_logprobs"][0] is None
-    offsets = logprobs["text_offset"]
-    assert offsets[0] == 0
-    assert offsets[len(prompt) :] == [4, 5, 5, 6]
-    assert offsets == sorted(offsets)
+    raw = [tiny_text().token_bytes[token_id] for token_id in prompt + generated]
+    before = [b"".join(raw[:position]) for position in range(len(raw))]
+    assert logprobs["text_offset"] == [len(start.decode(errors="ignore")) for start in before]
     assert "prompt_logprobs" not in choice
     assert text_only["choices"][0]["logprobs"] is None
 
@@ -268,9 +269,31 @@ async def test_prompt_logprobs_and_token_ids() -> None:
     assert len(chat["prompt_logprobs"]) == len(PROMPT_IDS)
 
 
+async def test_prompt_details_of_several_prompts() -> None:
+    body = {"prompt": ["hi", "there"], "n": 2, "return_token_ids": True}
+    async with serving(tokens(ids_of("x"))) as server:
+        _, answer = await server.post(COMPLETIONS, body)
+    prompts = [choice["prompt_token_ids"] for choice in answer["choices"]]
+    assert prompts == [ids_of("hi"), ids_of("hi"), ids_of("there"), ids_of("there")]
+
+
+async def test_an_end_without_a_token() -> None:
+    """An empty answer, and no first token; the other choices are made all the same."""
+
+    def script(request: EngineRequest) -> Iterable[TokenOutput]:
+        yield TokenOutput(request.request_id, None, finish_reason="length")
+
+    async with serving(script) as server:
+        _, answer = await server.post(COMPLETIONS, {"prompt": "hi", "n": 2})
+    assert [choice["text"] for choice in answer["choices"]] == ["", ""]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert server.agent.legs[0].calls == ["tokenized", "submit", "submit_sibling", "finished"]
+
+
 async def test_tokens_as_ids_and_infinite_logprobs() -> None:
-    def script(request: Any) -> Any:
+    def script(request: EngineRequest) -> Iterable[TokenOutput]:
         [output] = tokens([99])(request)
+        assert output.logprob is not None
         yield replace(output, logprob=replace(output.logprob, logprob=float("-inf")))
 
     async with serving(script) as server:

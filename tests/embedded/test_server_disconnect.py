@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from threading import Event
 from typing import Any
 
@@ -112,7 +113,7 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
     async with serving(max_model_len=200_000, limits=Limits(stall_s=0.2)) as server:
         body = b'{"prompt": "hi", "stream": true, "max_tokens": 100000, "logprobs": 20}'
         head = b"Content-Length: %d\r\n\r\n" % len(body)
-        async with raw_connection(server.port, head + body):
+        async with raw_connection(server.port, head + body) as (reader, _):
             leg = await server.leg()
             request = await server.request()
             # About 15 MB of events: more than all buffers on the way hold.
@@ -123,6 +124,9 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
             assert leg.outcome is not None
             assert leg.outcome[0] == "abort"
             assert leg.outcome[1] < 50_000
+            # The connection is closed, without what was still to be sent.
+            with suppress(ConnectionError):
+                assert not (await soon(reader.read())).endswith(b"0\r\n\r\n")
 
 
 async def test_shutdown_ends_what_runs() -> None:

@@ -25,6 +25,7 @@ from tests.embedded.serving import (
     Stream,
     give,
     ids_of,
+    raw_connection,
     serving,
     soon,
     tiny_text,
@@ -180,6 +181,20 @@ async def test_error_in_the_middle_of_a_stream() -> None:
         server.agent.script = tokens(ids_of("ok"))
         status, answer = await server.post(COMPLETIONS, {"prompt": "hi"})
         assert (status, answer["choices"][0]["text"]) == (200, "ok")
+
+
+async def test_an_error_event_is_the_last_thing_on_the_wire() -> None:
+    body = b'{"prompt": "hi", "stream": true}'
+    head = b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving() as server, raw_connection(server.port, head + body) as (reader, _):
+        request = await server.request()
+        give(request, *ids_of("x"))
+        await soon(reader.readuntil(b'"text":"x"'))
+        give(request, None, finish_reason="abort")
+        rest = await soon(reader.read())
+    assert b"HTTP/1.1" not in rest
+    assert rest.endswith(b"\r\n0\r\n\r\n")
+    assert b"[DONE]" not in rest
 
 
 async def test_openai_client_sees_an_error_in_the_middle() -> None:
