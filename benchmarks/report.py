@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 OUTPUT = Path("build/bench")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 @dataclass(frozen=True)
