@@ -140,8 +140,8 @@ async def test_abort_while_queued(tiny: Path) -> None:
         await c.granted()
         assert c.d.core.load()["waiting"] == 1
         await left(leg)
-        c.steps.open()
         await c.released()
+        c.steps.open()
         await busy
         await c.deployment.settled(c.d)
         assert c.transfers.posted == 0

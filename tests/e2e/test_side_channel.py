@@ -93,7 +93,7 @@ async def test_odd_messages_between_engines(pair: Pair, role: str) -> None:
     try:
         for message in messages:
             assert control.send(engine.agent.control_address, message)
-        await until(lambda: counters.received == received + len(messages))
+        await until(lambda: counters.received >= received + len(messages))
     finally:
         await control.close()
     assert counters.malformed > malformed
