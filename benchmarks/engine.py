@@ -30,7 +30,7 @@ from kvhandoff.embedded.runner import TensorRegion, TorchRunner, load_runner
 CONTEXTS = (128, 1024)
 BATCHES = (1, 8)
 STEP_TOKENS = 512
-DECODE_STEPS = 4
+DECODE_STEPS = 2
 GOAL = 0.95
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
 
     with Progress(transient=True) as progress:

@@ -14,14 +14,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 130])
-def test_a_packed_layer_gives_the_plain_results(rows: int, bias: bool):
+def test_a_packed_layer_gives_the_plain_results(rows: int, bias: bool, dtype: torch.dtype):
     torch.manual_seed(rows)
-    linear = nn.Linear(96, 200, bias=bias, dtype=torch.bfloat16)
+    linear = nn.Linear(96, 200, bias=bias, dtype=dtype)
     packed = PackedLinear(linear)
     assert torch.equal(packed.weight, linear.weight)
-    x = torch.randn(1, rows, 96, dtype=torch.bfloat16)
+    x = torch.randn(1, rows, 96, dtype=dtype)
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), linear(x))
 
@@ -43,12 +44,13 @@ def test_only_plain_linear_layers_are_packed():
     assert pack_linear_layers(model) == 1
     assert isinstance(model.inner[0], PackedLinear)
     assert type(model.inner[2]) is Custom
-    model.dtype = torch.float32
-    assert pack_linear_layers(model) == 0
+    model.dtype = torch.float64
+    assert pack_linear_layers(model) == 0  # no kernels
 
 
-def test_a_half_precision_runner_is_packed_and_an_exact_one_is_not():
-    packed = list(runner_of("llama", dtype="bfloat16")._model.modules())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_runner_is_packed_and_an_exact_one_is_not(dtype: str):
+    packed = list(runner_of("llama", dtype=dtype)._model.modules())
     assert sum(isinstance(module, PackedLinear) for module in packed) == 3 * 7 + 1
-    plain = list(runner_of("llama", dtype="bfloat16", exact=True)._model.modules())
+    plain = list(runner_of("llama", dtype=dtype, exact=True)._model.modules())
     assert not any(isinstance(module, PackedLinear) for module in plain)
