@@ -103,6 +103,8 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds: got {options.rounds}, allowed is 1 or more")
 
     preload()
     report = Report(
