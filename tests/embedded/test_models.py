@@ -203,6 +203,19 @@ def test_progress_moves_by_steps_and_goes():
         assert progress.tasks == []
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_a_display_a_terminal_gets_one(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with models._steps(None, "Converting", 2) as done:
+        next(done)
+    captured = capsys.readouterr()
+    assert ("Converting" in captured.err) == terminal
+    assert captured.out == ""
+
+
 def test_the_cache_is_where_the_desktop_specification_says(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert models.user_cache() == Path("/somewhere/kvhandoff")

@@ -19,12 +19,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import Progress
 
 from kvhandoff.core.errors import ConfigError
@@ -38,7 +39,7 @@ _DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.tx
 def resolve_model(name_or_dir: str, progress: Progress | None = None) -> Path:
     """The directory of a model, converted or downloaded first where need be.
 
-    `progress` shows how far a conversion is; it is started and stopped by the caller.
+    A conversion shows how far it is on `progress`, or on a bar of its own where stderr is a terminal.
     Raises ConfigError for a name that leads nowhere and for a directory that lacks something.
     """
     if name_or_dir == DEFAULT_MODEL:
@@ -199,19 +200,22 @@ def _write_safetensors(source: Path, target: Path, done: Iterator[None]) -> None
 @contextmanager
 def _steps(progress: Progress | None, description: str, total: int) -> Iterator[Iterator[None]]:
     """An iterator whose every `next` moves a bar by one of `total` steps; the bar goes when all is done."""
-    task = progress.add_task(description, total=total) if progress else None
+    with ExitStack() as stack:
+        if progress is None:
+            console = Console(stderr=True)
+            own = Progress(console=console, transient=True, disable=not console.is_terminal)
+            shown = stack.enter_context(own)
+        else:
+            shown = progress
+        task = shown.add_task(description, total=total)
+        stack.callback(shown.remove_task, task)
 
-    def advance() -> Iterator[None]:
-        while True:
-            if progress and task is not None:
-                progress.advance(task)
-            yield
+        def advance() -> Iterator[None]:
+            while True:
+                shown.advance(task)
+                yield
 
-    try:
         yield advance()
-    finally:
-        if progress and task is not None:
-            progress.remove_task(task)
 
 
 _REMEMBERED_BYTES = 64 << 20
