@@ -185,7 +185,7 @@ class Deployment(Cluster):
         async with self.session.get(f"{engine.url}/internal/state") as answer:
             return msgspec.json.decode(await answer.read(), type=EngineState)
 
-    async def at_baseline(self, *engines: EngineProcess, within: float = 15.0) -> None:
+    async def at_baseline(self, *engines: EngineProcess, within: float = DEADLINE) -> None:
         """Wait until the engines (default: all) have every block free or cached, and no request."""
 
         async def settled() -> bool:
@@ -203,7 +203,7 @@ class Deployment(Cluster):
 
         await eventually(settled, within, where)
 
-    async def healthy(self, within: float = 15.0) -> None:
+    async def healthy(self, within: float = DEADLINE) -> None:
         """Wait until the router says that all engines are."""
 
         async def all_healthy() -> bool:
@@ -264,7 +264,7 @@ async def _nothing() -> str:
 
 async def eventually(
     condition: Callable[[], Awaitable[bool]],
-    within: float = 10.0,
+    within: float = DEADLINE,
     describe: Callable[[], Awaitable[str]] = _nothing,
 ) -> None:
     """Wait for a condition that has to be asked for; fails after `within` seconds, saying what `describe`

@@ -126,7 +126,7 @@ async def test_decode_engine_dies_with_many_offers_pending(
     async def lost(*_: object) -> bool:
         return False
 
-    leases = HandoffSettings(offer_lease_s=3.0, claim_lease_s=3.0)
+    leases = HandoffSettings(offer_lease_s=4.0, claim_lease_s=4.0)
     slow = {"num_blocks": 14, "max_num_seqs": 1}
     once = {"max_attempts": 1}
     async with deployment(
@@ -141,9 +141,9 @@ async def test_decode_engine_dies_with_many_offers_pending(
         await eventually(queued)
         monkeypatch.setattr("kvhandoff.router.engine.Engine.tell", lost)
         decode.kill()
+        assert (await d.blocks(prefill)).offered >= 90 * 7
         answers = await asyncio.gather(*clients)
         assert sum(status in (502, 503) for status, _ in answers) >= 95
-        assert (await d.blocks(prefill)).offered >= 90 * 7
         await d.at_baseline(prefill)
         async with d.session.get(f"{prefill.url}/metrics") as metrics:
             lapsed = re.search(

@@ -58,7 +58,7 @@ async def test_no_other_decode_engine(tiny: Path) -> None:
 async def test_decode_engine_hangs(tiny: Path) -> None:
     """Field case 14: it takes the connection and never answers. After the deadline, another one answers; the
     first offer is withdrawn, so that there are never two live pairs (field case 15)."""
-    timeouts = Timeouts(answer_s=1.0)
+    timeouts = Timeouts(answer_s=2.0)
     async with cluster(tiny, decode=2, settings=PATIENT, router_options={"timeouts": timeouts}) as d:
         expected = await d.tokens(TOKENS, url=d.prefill[0].url, body={"cache_salt": "alone"})
         with StepGate(d.decode[0]) as steps:
