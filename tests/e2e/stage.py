@@ -29,6 +29,12 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [rng.randrange(3, 250) for _ in range(tokens)]
 
 
+def greedy(tokens: list[int], max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    """The body of a completion whose token ids can be compared."""
+    body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return {**body, "return_token_ids": True, **fields}
+
+
 class Errors(logging.Handler):
     """What is logged as an error."""
 
@@ -71,8 +77,7 @@ class Stage:
         self, tokens: list[int], max_tokens: int = 8, **fields: Any
     ) -> asyncio.Task[tuple[int, dict[str, Any]]]:
         """As `request`, for (status, body), whatever they are."""
-        body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        return asyncio.create_task(self.cluster.post({**body, "return_token_ids": True, **fields}))
+        return asyncio.create_task(self.cluster.post(greedy(tokens, max_tokens, **fields)))
 
     async def idle(self) -> None:
         """Wait until both engines and the router have forgotten everything but cached blocks; none of them

@@ -9,24 +9,16 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from kvhandoff.core.records import EngineState
 from kvhandoff.handoff.settings import HandoffSettings
-from tests.e2e.stage import BLOCK, leave, prompt
+from tests.e2e.stage import BLOCK, PATIENT, greedy, leave, prompt
 from tests.processes import Deployment, EngineProcess, deployment, eventually
 
 pytestmark = pytest.mark.processes
-
-PATIENT = HandoffSettings(offer_lease_s=60.0, claim_lease_s=60.0)
-"""With these leases, nothing is back in time because a lease ended."""
-
-
-def greedy(tokens: list[int], max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    return {**body, "return_token_ids": True, **fields}
 
 
 def busy(state: EngineState) -> int:

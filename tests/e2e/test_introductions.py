@@ -16,7 +16,7 @@ from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig
 from tests.cluster import CLUSTER_KEY, Cluster, LiveEngine, client, engine, until
-from tests.e2e.stage import leave, prompt
+from tests.e2e.stage import greedy, leave, prompt
 
 FOREVER = HandoffSettings(handshake_s=600.0)
 """Whoever waits for an unreachable peer, waits longer than any test."""
@@ -90,12 +90,10 @@ async def test_first_requests_on_all_pairs_transfer(tiny: Path, transport: Liter
                 tokens = prompt(1, 50)
                 expected = await c.tokens(tokens, url=c.prefill[0].url, body={"cache_salt": "alone"})
                 pairs: set[tuple[str, str]] = set()
-                body = {"prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
                 for number in range(30):
                     # In turns with a request that has no prefill leg, or the pairs would never mix.
                     path = ("pull", "pull", "local")[number % 3]
-                    own = {"return_token_ids": True, "cache_salt": str(number)}
-                    status, answer = await c.post({**body, **own}, path=path)
+                    status, answer = await c.post(greedy(tokens, cache_salt=str(number)), path=path)
                     assert (status, answer["choices"][0]["token_ids"]) == (200, expected)
                     record = await c.record(answer["id"])
                     assert record["attempts"] == 1

@@ -13,7 +13,7 @@ from typing import Any
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.config import Timeouts
 from tests.cluster import cluster, engine, until
-from tests.e2e.stage import BLOCK, PATIENT, leftovers, mute, prompt
+from tests.e2e.stage import BLOCK, PATIENT, greedy, leftovers, mute, prompt
 from tests.gates import StepGate
 
 UNPOLLED: dict[str, Any] = {"poll_interval_s": 600.0}
@@ -108,8 +108,3 @@ async def test_decode_engine_is_used_as_soon_as_it_is_back(tiny: Path) -> None:
             assert (status, answer["choices"][0]["token_ids"]) == (200, expected)
         assert (await d.record(answer["id"]))["kv_source"] == "transferred"
         await d.settled(d.prefill[0], again)
-
-
-def greedy(tokens: list[int], max_tokens: int = 8) -> dict[str, Any]:
-    body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    return {**body, "return_token_ids": True}

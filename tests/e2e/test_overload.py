@@ -7,32 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvhandoff.embedded.api import EngineRequest
-from kvhandoff.handoff.settings import HandoffSettings
 from tests.cluster import MODEL, Cluster, LiveEngine, cluster, until
+from tests.e2e.stage import BLOCK, PATIENT, greedy, prompt
 from tests.gates import TransferGate
 
-BLOCK = 16
-PATIENT = HandoffSettings(offer_lease_s=60.0)
-"""With these leases, nothing is back at its baseline in time because a lease ended."""
 
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 250) for _ in range(tokens)]
-
-
-async def alone(deployment: Cluster, tokens: Sequence[int], max_tokens: int = 8) -> list[int]:
+async def alone(deployment: Cluster, tokens: list[int], max_tokens: int = 8) -> list[int]:
     """What an engine with a large pool says without anybody's help."""
     url = deployment.prefill[0].url
-    return await deployment.tokens(list(tokens), max_tokens, url=url, body={"cache_salt": "alone"})
+    return await deployment.tokens(tokens, max_tokens, url=url, body={"cache_salt": "alone"})
 
 
 @pytest.mark.parametrize("order", ["larger first", "smaller first"])
@@ -115,9 +104,8 @@ async def test_a_preempted_stream_goes_on_where_it_was(tiny: Path) -> None:
         await deployment.settled()
 
 
-async def ask(deployment: Cluster, tokens: Sequence[int]) -> dict[str, Any]:
-    body = {"prompt": list(tokens), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    status, answer = await deployment.post({**body, "return_token_ids": True})
+async def ask(deployment: Cluster, tokens: list[int]) -> dict[str, Any]:
+    status, answer = await deployment.post(greedy(tokens))
     assert status == 200, answer
     return answer
 
@@ -135,18 +123,10 @@ def submitted(engine: LiveEngine) -> list[EngineRequest]:
     return requests
 
 
-async def stream(deployment: Cluster, tokens: Sequence[int], max_tokens: int) -> list[dict[str, Any]]:
+async def stream(deployment: Cluster, tokens: list[int], max_tokens: int) -> list[dict[str, Any]]:
     """The events of a streamed completion."""
-    body = {
-        "model": MODEL,
-        "prompt": list(tokens),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    options = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+    body = greedy(tokens, max_tokens, **options)
     async with deployment.session.post(f"{deployment.url}/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
         lines = [line.strip() async for line in answer.content]

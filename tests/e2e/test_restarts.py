@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e.stage import BLOCK, prompt
+from tests.e2e.stage import BLOCK, greedy, prompt
 from tests.processes import ANY_PORT, deployment
 
 pytestmark = pytest.mark.processes
@@ -44,9 +44,7 @@ async def test_killed_and_started_again(
 
         async def served(which: int) -> str:
             """Where the KV of a right answer came from."""
-            body = {"prompt": PROMPTS[which], "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
-            own = {"return_token_ids": True, "cache_salt": str(next(salts))}
-            status, answer = await d.post({**body, **own})
+            status, answer = await d.post(greedy(PROMPTS[which], NEW, cache_salt=str(next(salts))))
             assert (status, answer.get("choices", [answer])[0].get("token_ids")) == (200, expected[which])
             return str((await d.record(answer["id"]))["kv_source"])
 
