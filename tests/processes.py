@@ -43,6 +43,7 @@ _forkserver.set_forkserver_preload(
         "kvhandoff.embedded.server",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.llama.modeling_llama",
+        "tests.preload",
     ]
 )
 
