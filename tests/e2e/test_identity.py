@@ -164,6 +164,7 @@ async def test_reference_of_the_former_life(
             else:
                 assert (answer.status, answer.error["code"]) == (503, reason)
                 assert str(offer.source) in answer.error["message"]
+            await c.deployment.settled(c.d)  # a read that was on its way has ended
             c.posts.peers.clear()
             assert (await c.request())["kv_source"] == "transferred"
             assert c.posts.peers == [reborn.agent.me]
