@@ -100,19 +100,21 @@ class Visibility:
         self._positions = positions[..., None]
         self._kv_length = kv_length
         self._dtype = dtype
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """0 where the key is visible, else −inf; `positions.shape + [kv_length]`."""
-        mask = self._masks.get(window)
+    def mask(self, window: int | None, repeat: int = 1) -> torch.Tensor:
+        """0 where the key is visible, else −inf; `positions.shape + [kv_length]`, with the positions
+        `repeat` times one after the other."""
+        mask = self._masks.get((window, repeat))
         if mask is None:
             keys = torch.arange(self._kv_length, device=self._positions.device)
             hidden = keys > self._positions
             if window is not None:
                 hidden |= keys <= self._positions - window
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
-        return self._masks[window]
+            mask.masked_fill_(hidden, float("-inf"))
+            mask = self._masks[window, repeat] = mask.repeat(repeat, 1) if repeat > 1 else mask
+        return mask
 
 
 class DecodeGroup:
@@ -174,7 +176,7 @@ class PrefillChunk:
     ) -> torch.Tensor:
         """`query` and result: `[tokens, heads, head_dim]`."""
         self._reader.read(layer)
-        rows = query.transpose(0, 1)[None]
+        rows = query.transpose(0, 1)
         parts = [piece.attend(rows, scale, window) for piece in self._pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -189,18 +191,16 @@ class _Piece:
     values: torch.Tensor
 
     def attend(self, rows: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
-        query = rows[:, :, self.first : self.first + self.count]
+        query = rows[:, self.first : self.first + self.count]
         if self.padding:
             query = torch.nn.functional.pad(query, (0, 0, 0, self.padding))
-        out = scaled_dot_product_attention(
-            query,
-            self.keys,
-            self.values,
-            attn_mask=self.visible.mask(window),
-            scale=scale,
-            enable_gqa=query.shape[1] != self.keys.shape[1],
-        )
-        return out[0, :, : self.count].transpose(0, 1)
+        heads, count, head_dim = query.shape
+        kv_heads = self.keys.shape[1]
+        # As for decode steps: the heads that share a KV head stand below each other.
+        grouped = query.reshape(1, kv_heads, -1, head_dim)
+        mask = self.visible.mask(window, repeat=heads // kv_heads)
+        out = scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=mask, scale=scale)
+        return out.reshape(heads, count, head_dim)[:, : self.count].transpose(0, 1)
 
 
 class BatchPlan:
