@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,6 @@ from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.records import BlockCounts
 from kvhandoff.embedded.agent import EngineAgent, EngineFacts
 from kvhandoff.embedded.core import EngineCore
-from kvhandoff.embedded.process import plane_factory
 from kvhandoff.embedded.runner import TorchRunner, load_runner
 from kvhandoff.embedded.server import create_app
 from kvhandoff.embedded.text import TextProcessor
@@ -29,6 +29,7 @@ from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.transport.api import DataPlane
 from kvhandoff.transport.mover import Mover
+from kvhandoff.transport.planes import create_plane
 from kvhandoff.transport.region import SharedRegion
 from kvhandoff.web import serve as serve_engine
 
@@ -96,7 +97,7 @@ async def engine(
         model_fingerprint=runner.model_fingerprint,
         num_blocks=num_blocks,
     )
-    make_plane = plane_factory(transport, facts.identity)
+    make_plane = partial(create_plane, transport, facts.identity)
     mover = Mover(make_plane if wrap_plane is None else lambda: wrap_plane(make_plane()), region, clock)
     agent = EngineAgent(facts, core, mover, CLUSTER_KEY, control_bind=control, settings=settings, clock=clock)
     core.hooks = agent

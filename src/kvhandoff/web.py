@@ -18,6 +18,11 @@ from kvhandoff.core.errors import ConfigError, RequestError
 
 _log = logging.getLogger(__name__)
 
+_framing_log = logging.getLogger(f"{__name__}.framing")
+_framing_log.setLevel(logging.CRITICAL)
+"""Where aiohttp writes a traceback for whoever speaks no HTTP: the 400 that it answers says enough. Errors of
+handlers never get there; see `errors`."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Result = TypeVar("Result")
 
@@ -113,9 +118,11 @@ class Server:
 
 
 async def serve(
-    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, shutdown_s: float = 5.0
+    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, shutdown_s: float = 2.0
 ) -> Server:
     """Start to listen; requests are cancelled when their client leaves.
+
+    At the end running requests have up to twice `shutdown_s`: to end by themselves, then to be cancelled.
 
     Raises ConfigError when the address can't be had.
     """
@@ -124,6 +131,7 @@ async def serve(
         handler_cancellation=True,
         auto_decompress=False,  # a small body could unpack into a huge one; see read_body
         access_log=None,
+        logger=_framing_log,
         shutdown_timeout=shutdown_s,
     )
     await runner.setup()

@@ -132,17 +132,17 @@ def _other_weights(tiny: Path) -> dict[str, Any]:
 MISFITS: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
     "dtype": (
         lambda tiny: {"model_dir": tiny, "dtype": "bfloat16", "exact": False},
-        ["layout dtype: 'bfloat16' here, 'float32' there"],
+        ["layout dtype: 'float32' here, 'bfloat16' there"],
     ),
     "block size": (
         lambda tiny: {"model_dir": tiny, "block_size": 32},
-        ["layout block_size: 32 here, 16 there", "layout block_bytes: "],
+        ["layout block_size: 16 here, 32 there", "layout block_bytes: "],
     ),
     "weights": (_other_weights, ["model_fingerprint: "]),
     "exact mode": (lambda tiny: {"model_dir": tiny, "exact": False}, ["model_fingerprint: "]),
     "data plane": (
         lambda tiny: {"model_dir": tiny, "transport": "nixl"},
-        ["data_plane: 'nixl' here, 'shm' there"],
+        ["data_plane: 'shm' here, 'nixl' there"],
     ),
 }
 

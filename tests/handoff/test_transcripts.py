@@ -380,9 +380,9 @@ def test_an_old_reference_at_a_known_new_life_is_refused(p: Side, d: Side) -> No
 @pytest.mark.parametrize(
     ("theirs", "named"),
     [
-        ({"model_fingerprint": "other"}, "model_fingerprint: 'model' here, 'other' there"),
-        ({"data_plane": "shm"}, "data_plane: 'toy' here, 'shm' there"),
-        ({"protocol_version": 2}, "protocol_version: 1 here, 2 there"),
+        ({"model_fingerprint": "other"}, "model_fingerprint: 'other' here, 'model' there"),
+        ({"data_plane": "shm"}, "data_plane: 'shm' here, 'toy' there"),
+        ({"protocol_version": 2}, "protocol_version: 2 here, 1 there"),
     ],
 )
 def test_a_peer_that_differs_is_refused_with_both_values(

@@ -98,7 +98,8 @@ async def _serve(engines: list[Child], make_router: Callable[[list[str]], Child]
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
         with console.status("stopping …"):
-            await asyncio.gather(*(child.stop() for child in reversed(children)))
+            for group in (children[len(engines) :], engines):  # the router first: it has nobody to wait for
+                await asyncio.gather(*(child.stop() for child in group))
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | None:
@@ -122,7 +123,7 @@ def _tell(
     table.add_row("router", url)
     console.print(table)
     message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": model, "messages": [message]})
+    body = json.dumps({"model": model, "max_tokens": 50, "temperature": 0, "messages": [message]})
     command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"\nReady. Try:\n\n{command}\n", soft_wrap=True, markup=False)
     console.print(f"and then {url}/v1/handoffs/ID with the answer's id. Ctrl-C ends all.", soft_wrap=True)

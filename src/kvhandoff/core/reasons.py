@@ -26,6 +26,7 @@ class Reason(StrEnum):
     SEVERAL_PROMPTS = "several_prompts"
     PROMPT_LOGPROBS = "prompt_logprobs"
     ALREADY_CACHED = "already_cached"
+    CLIENT_ABORTED = "client_aborted"
 
     # declines
     OFFER_UNKNOWN = "offer_unknown"
@@ -47,7 +48,6 @@ class Reason(StrEnum):
     NO_DECODE_ENGINE = "no_decode_engine"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
-    CLIENT_ABORTED = "client_aborted"
 
     @property
     def kind(self) -> ReasonKind:

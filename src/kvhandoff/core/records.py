@@ -41,10 +41,12 @@ class LegRecord(msgspec.Struct, kw_only=True):
 
     @property
     def kv_source(self) -> KVSource:
-        """Where the prompt's KV came from."""
+        """Where the prompt's KV came from: the other engine, or this one, which was meant to compute it (or
+        had it in its cache) or had to."""
         if self.transferred_tokens:
             return "transferred"
-        return "local" if self.leg == "local" else "recomputed"
+        meant_to = self.leg == "local" or Reason.ALREADY_CACHED in self.reasons
+        return "local" if meant_to else "recomputed"
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):

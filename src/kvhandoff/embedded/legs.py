@@ -17,7 +17,7 @@ from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.core.ids import HandoffKey, Identity
 from kvhandoff.core.phases import Phase, cut
-from kvhandoff.core.reasons import Reason
+from kvhandoff.core.reasons import Reason, ReasonKind
 from kvhandoff.core.records import LegRecord
 from kvhandoff.core.spans import to_spans
 from kvhandoff.embedded.api import EngineControl, EngineRequest, TokenOutput
@@ -225,7 +225,8 @@ class AgentLeg:
         self._answered = self._host.clock()
         self.missed = reason
         self._reasons.append(reason)
-        _log.info("%s: %s, %s", self.key, reason, detail)
+        level = logging.WARNING if reason.kind is ReasonKind.FAILURE else logging.INFO
+        _log.log(level, "%s: %s, %s", self.key, reason, detail)
         request_id = self._requests[0].request_id
         if self._ticket is not None and self._ticket.on_miss == "error":
             message = f"the prompt's KV can't be used ({reason}: {detail}) and on_miss is 'error'"

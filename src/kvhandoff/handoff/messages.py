@@ -58,7 +58,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """The answer to an incompatible `Hello`: what differs, both sides' values in words."""
+    """The answer to an incompatible `Hello`: what differs, both sides' values, "here" being the asker's."""
 
     detail: str
     nonce: int

@@ -124,7 +124,7 @@ class PeerBook:
 
     def greeted(self, sender: Identity, reply_to: str, hello: Hello) -> list[Effect]:
         """Answer a peer's hello."""
-        difference = incompatibility(self._hello, hello)
+        difference = incompatibility(hello, self._hello)  # as the asker will read it
         if difference is not None:
             return [Send(reply_to, sender, Refused(detail=difference, nonce=hello.nonce))]
         return [Send(reply_to, sender, Welcome(hello=self._hello, nonce=hello.nonce))]

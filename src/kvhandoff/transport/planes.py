@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Literal, get_args
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import Identity
@@ -11,10 +12,11 @@ from kvhandoff.transport.nixl import NixlPlane
 from kvhandoff.transport.region import PrivateRegion, SharedRegion
 from kvhandoff.transport.shm import SharedMemoryPlane
 
-PLANE_KINDS = ("nixl", "shm")
+PlaneKind = Literal["nixl", "shm"]
+PLANE_KINDS: tuple[PlaneKind, ...] = get_args(PlaneKind)
 
 
-def default_kind() -> str:
+def default_kind() -> PlaneKind:
     """`nixl` where it is installed, else `shm`."""
     return "nixl" if find_spec("nixl_cu12") else "shm"
 
