@@ -156,6 +156,12 @@ def test_settings_that_are_refused(options: dict[str, Any], message: str):
         load(cached_tiny_model("llama"), **options)
 
 
+@pytest.mark.parametrize("name", ["banana", "", "cuda:x", "mps", "meta"])
+def test_only_known_devices_are_allowed(name: str):
+    with pytest.raises(ConfigError, match=f"^device: got '{name}', allowed is cpu, cuda$"):
+        load(cached_tiny_model("llama"), device=name)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="device: got 'cuda', but torch finds no CUDA device"):

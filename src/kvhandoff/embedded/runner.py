@@ -118,7 +118,7 @@ def load_runner(
     fit it, and in exact mode where exactness doesn't hold.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    target = torch.device(device)
+    target = _device(device)
     if target.type == "cpu":
         _ask_for_amx()
     elif not torch.cuda.is_available():
@@ -153,6 +153,18 @@ def load_runner(
     if target.type == "cpu":
         return runner_on(region_factory(blocks, layout.block_bytes))
     return runner_on(TensorRegion(blocks, layout.block_bytes, target))
+
+
+def _device(name: str) -> torch.device:
+    """The device, by torch's name. Raises ConfigError for a kind that isn't supported."""
+    refused = ConfigError(f"device: got {name!r}, allowed is cpu, cuda")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise refused from error
+    if device.type not in ("cpu", "cuda"):
+        raise refused
+    return device
 
 
 def _ask_for_amx() -> None:
