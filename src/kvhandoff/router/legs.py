@@ -1,9 +1,10 @@
 """What each leg of a request is sent: the rewriting table, as data.
 
 The prefill leg computes the prompt and makes exactly one token, which nobody reads. So it keeps what shapes
-the prompt's token ids, drops what shapes or reports the answer, and keeps cheap scalars as they are, so that
-a bad value is refused before any work. The decode leg is the client's own request. Only the top level of a
-body is taken apart: messages, schemas and numbers travel as the bytes that the client sent.
+the prompt's token ids, drops what shapes or reports the answer, and keeps cheap scalars as they are. A bad
+value of a kept field is thus refused before any work, one of a dropped field only by the decode engine, after
+the prefill leg. The decode leg is the client's own request. Only the top level of a body is taken apart:
+messages, schemas and numbers travel as the bytes that the client sent.
 """
 
 from __future__ import annotations
