@@ -15,9 +15,9 @@ from kvhandoff.core.clock import ManualClock
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.tickets import BadTicket, TicketGate, TicketKey
 from kvhandoff.router.config import RouterConfig, Timeouts
-from kvhandoff.router.engine import MISSED_POLLS
+from kvhandoff.router.engine import MISSED_POLLS, RETRY_POLLS
 from kvhandoff.router.fleet import Fleet
-from tests.router.engines import CLUSTER_KEY, MockEngine, key_of, soon, until
+from tests.router.engines import CLUSTER_KEY, WAIT_S, MockEngine, key_of, soon, until
 
 
 class Fixture:
@@ -201,7 +201,9 @@ async def test_an_unreachable_engine_does_not_hold_up_others(f: Fixture) -> None
     stuck.state_script = never
     fleet = await f.fleet([stuck, p], [d], timeouts=Timeouts(poll_s=0.05), poll_interval_s=0.01)
     assert [engine.healthy for engine in fleet.engines] == [False, True, True]
-    assert (await soon(d.peers.get())).peers == (f"tcp://127.0.0.1:{p.port + 1}",)
+    while not (peers := (await soon(d.peers.get())).peers):
+        pass  # the decode engine was up first
+    assert peers == (f"tcp://127.0.0.1:{p.port + 1}",)
     seen = len(d.cursors)
     await until(lambda: len(d.cursors) > seen + 3)
 
@@ -217,7 +219,9 @@ async def test_every_decode_engine_meets_every_prefill_engine(f: Fixture) -> Non
         return {peer for ticket in list(engine.peers._queue) for peer in ticket.peers}  # type: ignore[attr-defined]
 
     await until(lambda: all(met(engine) == addresses for engine in decode))
-    assert all(engine.peers.empty() for engine in prefill)
+    for engine in prefill:
+        assert (await soon(engine.peers.get())).peers == ()
+        assert engine.peers.empty()
 
     for engine in decode:
         while not engine.peers.empty():
@@ -230,6 +234,51 @@ async def test_every_decode_engine_meets_every_prefill_engine(f: Fixture) -> Non
     await decode[0].restart()
     await fleet.poll(fleet.engines)
     assert set((await soon(decode[0].peers.get())).peers) == addresses
+
+
+async def test_an_engine_with_another_key(f: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+    """It reports its state, but would refuse every leg: unhealthy until it takes an introduction."""
+    p, d = await f.engine("prefill", "p"), await f.engine("decode", "d")
+    for engine in (p, d):
+        engine.gatekeeper = TicketGate(TicketKey(b"another"), engine.identity)
+    fleet = await f.fleet([p], [d])
+    for engine in fleet.engines:
+        assert engine.problem is not None
+        assert engine.problem.startswith("it refuses the router's tickets: ")
+        assert "not signed with this cluster's key" in engine.problem
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len([w for w in warnings if "refuses the router's tickets" in w]) == 2
+    for _ in range(RETRY_POLLS - 1):
+        await fleet.poll(fleet.engines)
+    assert not any(engine.healthy for engine in fleet.engines)
+
+    # The same lives are asked again after some polls, and take part from then on.
+    for engine in (p, d):
+        engine.gatekeeper = TicketGate(TicketKey(CLUSTER_KEY), engine.identity)
+    await fleet.poll(fleet.engines)
+    assert (await soon(p.peers.get())).peers == (await soon(d.peers.get())).peers == ()
+    async with asyncio.timeout(WAIT_S):
+        while not all(engine.healthy for engine in fleet.engines):
+            await fleet.poll(fleet.engines)
+    while not (peers := (await soon(d.peers.get())).peers):
+        pass
+    assert peers == (f"tcp://127.0.0.1:{p.port + 1}",)
+
+
+async def test_a_refused_introduction_is_no_matter_of_the_next_life(f: Fixture) -> None:
+    d = await f.engine("decode", "d")
+    d.gatekeeper = TicketGate(TicketKey(b"another"), d.identity)
+    fleet = await f.fleet([], [d])
+    assert not fleet.decode[0].healthy
+    await d.restart()
+    await fleet.poll(fleet.engines)
+    assert fleet.decode[0].healthy
+    # Nor is a ticket that comes too late for the life it was signed for.
+    d.peers = asyncio.Queue()
+    await d.restart()
+    await fleet.decode[0].introduce(())
+    assert fleet.decode[0].healthy
+    assert (await soon(d.peers.get())).audience == d.identity
 
 
 async def test_polls_under_way_are_shared(f: Fixture) -> None:

@@ -42,10 +42,13 @@ async def test_restarted_decode_engine_is_used_at_once(cluster: Any) -> None:
 
 
 async def test_every_ticket_is_refused(cluster: Any) -> None:
-    """Another cluster key: bounded, and the message says what it is."""
+    """Another cluster key: not ready, and the message says what it is."""
     async with cluster(cluster_key=b"another") as c:
+        status, ready = await c.get("/ready")
+        assert (status, ready["status"]) == (503, "no decode engine is healthy")
+        assert all("not signed with this cluster's key" in engine["problem"] for engine in ready["engines"])
         status, answer = await c.post(c.body())
-        assert status == 503
+        assert (status, answer["error"]["code"]) == (503, "no_decode_engine")
         assert "not signed with this cluster's key" in answer["error"]["message"]
         assert c.d.legs.empty()
 

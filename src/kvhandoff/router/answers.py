@@ -12,7 +12,7 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import OfferDescriptor
-from kvhandoff.router.engine import Engine, Role, describe
+from kvhandoff.router.engine import Engine, Role, describe, read_error
 
 FailureKind = Literal["not_sent", "ticket_refused", "broken", "late"]
 """`not_sent`: no connection; `ticket_refused`: 403 bad_ticket; `broken`: reset, 5xx, or an unusable answer;
@@ -79,22 +79,12 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: _PrefillParams
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: str | int | None = None
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _Error
-
-
 class _AnyAnswer(msgspec.Struct):
     id: str | None = None
 
 
 _any_answer = msgspec.json.Decoder(_AnyAnswer)
 _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
-_error_answer = msgspec.json.Decoder(_ErrorAnswer)
 
 _MISSES = frozenset(reason.value for reason in Reason)
 """Error codes of an engine that was told to answer with an error when the KV can't be used."""
@@ -131,10 +121,7 @@ def for_client(engine: Engine, answer: Answer) -> Answer:
 
     Raises LegFailed for anything else.
     """
-    try:
-        error = _error_answer.decode(answer.body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        error = _Error()
+    error = read_error(answer.body)
     if answer.status == 403 and error.code == "bad_ticket":
         raise LegFailed(engine, "ticket_refused", error.message)
     if 400 <= answer.status < 500 or (answer.status >= 500 and error.code in _MISSES):

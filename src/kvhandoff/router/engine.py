@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
+from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.records import EngineState, LegRecord
 from kvhandoff.handoff.messages import OfferDescriptor
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
@@ -27,6 +27,9 @@ MISSED_POLLS = 3
 """State reports missed in a row that make an engine unhealthy. A refused connection, or a refused report,
 does so at once."""
 
+RETRY_POLLS = 4
+"""State reports between two introductions of an engine that refuses them."""
+
 _state = msgspec.json.Decoder(EngineState)
 
 
@@ -38,6 +41,28 @@ class SignedTicket(msgspec.Struct, frozen=True):
     """The body of `/internal/withdraw` and `/internal/peers`."""
 
     ticket: str
+
+
+class EngineError(msgspec.Struct, frozen=True):
+    """What the error body of an engine says."""
+
+    message: str = ""
+    code: str | int | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: EngineError
+
+
+_error_answer = msgspec.json.Decoder(_ErrorAnswer)
+
+
+def read_error(body: bytes) -> EngineError:
+    """The error in an answer's body; an empty one when it is no error body."""
+    try:
+        return _error_answer.decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return EngineError()
 
 
 class Engine:
@@ -52,7 +77,7 @@ class Engine:
         timeouts: Timeouts,
         clock: Clock,
         on_legs: Callable[[Sequence[LegRecord]], None],
-        on_up: Callable[[Engine], None],
+        to_introduce: Callable[[Engine], None],
     ) -> None:
         self.url = url.rstrip("/")
         self.role = role
@@ -67,9 +92,13 @@ class Engine:
         self._timeouts = timeouts
         self._clock = clock
         self._on_legs = on_legs
-        self._on_up = on_up
+        self._to_introduce = to_introduce
+        """Called when it comes up, and now and then while it refuses."""
         self._reported_at = 0.0
         self._missed = 0
+        self._refused: str | None = None
+        """Why its present life obeys no ticket."""
+        self._refused_polls = 0
         self._poll_lock = asyncio.Lock()
         self._polls_begun = 0
         self._last_poll = 0
@@ -140,8 +169,10 @@ class Engine:
         )
         return self._key.sign(ticket)
 
-    async def tell(self, action: Literal["withdraw", "peers"], signed: str, timeout_s: float) -> bool:
-        """POST a ticket to `/internal/{action}`; whether the engine took it within `timeout_s`."""
+    async def tell(
+        self, action: Literal["withdraw", "peers"], signed: str, timeout_s: float
+    ) -> EngineError | None:
+        """POST a ticket to `/internal/{action}`; why the engine did not take it within `timeout_s`, or None."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -153,14 +184,37 @@ class Engine:
                 ) as response,
             ):
                 if response.status < 300:
-                    return True
-                why = f"status {response.status}"
+                    return None
+                error = read_error(await response.read())
+                why = f"status {response.status} {error.message}".rstrip()
         except TimeoutError:
-            why = f"no answer in {timeout_s} s"
-        except (aiohttp.ClientError, OSError) as error:
-            why = describe(error)
+            error = EngineError(why := f"no answer in {timeout_s} s")
+        except (aiohttp.ClientError, OSError) as failure:
+            error = EngineError(why := describe(failure))
         log.info("%s did not take %s: %s", self, action, why)
-        return False
+        return error
+
+    async def introduce(self, peers: tuple[str, ...]) -> None:
+        """Have it connect to the control addresses `peers`; even with none of them its key is checked.
+
+        An engine that refuses the ticket would refuse every leg, so it is unhealthy until a later
+        introduction succeeds or another life begins. Raises LookupError before the first report.
+        """
+        life = self.identity
+        signed = self.sign("peers", HandoffKey(new_handoff_id(), 0), peers=peers)
+        refusal = await self.tell("peers", signed, self._timeouts.poll_s)
+        refused = refusal is not None and refusal.code == "bad_ticket"
+        if refused:
+            await self.poll()  # it may have begun another life since, which has its own introduction
+        if self.identity != life:
+            return
+        if refusal is None:
+            self._refused = None  # the next report makes it healthy
+        elif refused:
+            self._refused = f"it refuses the router's tickets: {refusal.message}"
+            self._refused_polls = 0
+            if self.healthy:
+                self._set_problem(self._refused)
 
     def down(self, why: str) -> None:
         """Nothing listens there, or it says itself that it can't work: no more legs until a good report."""
@@ -209,18 +263,22 @@ class Engine:
         new_life = self.state is None or self.state.epoch != state.epoch
         if new_life:
             log.info("%s: new life %s of %s", self.url, state.epoch, state.engine_id)
+            self._refused = None
         came_up = new_life or not self.healthy
         self.state = state
         self._reported_at = arrived
         self._missed = 0
-        if state.role in (self.role, "both"):
-            self._set_problem(None)
-        else:
+        if state.role not in (self.role, "both"):
             self._set_problem(f"given to the router as a {self.role} engine, but it is a {state.role} engine")
+        else:
+            self._set_problem(self._refused)
         if state.records:
             self._on_legs(state.records)
-        if came_up and self.healthy:
-            self._on_up(self)
+        if self._refused is not None:
+            self._refused_polls += 1
+        if (came_up and self.healthy) or self._refused_polls == RETRY_POLLS:
+            self._refused_polls = 0
+            self._to_introduce(self)
 
     def _miss(self, why: str) -> None:
         self._missed += 1

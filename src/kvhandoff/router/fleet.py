@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.ids import HandoffKey, new_handoff_id
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.tickets import TicketKey
 from kvhandoff.router.config import RouterConfig
@@ -28,7 +27,6 @@ class Fleet:
         on_legs: Callable[[Sequence[LegRecord]], None],
     ) -> None:
         self._interval = config.poll_interval_s
-        self._peers_s = config.timeouts.poll_s
         self._tasks: set[asyncio.Task[None]] = set()
         key = TicketKey(config.cluster_key)
 
@@ -44,8 +42,12 @@ class Fleet:
         return [*self.prefill, *self.decode]
 
     async def start(self) -> None:
-        """Ask every engine once, then go on asking in the background."""
+        """Ask every engine once, then go on asking in the background.
+
+        Introductions are waited for too, so that a wrong cluster key shows before the first request.
+        """
         await self.poll(self.engines)
+        await asyncio.gather(*self._tasks)
         for engine in self.engines:
             self.spawn(self._follow(engine))
 
@@ -91,18 +93,16 @@ class Fleet:
             await engine.poll()
 
     def _introduce(self, newcomer: Engine) -> None:
-        """Have decode engines shake hands with the prefill engines they'll read from (field case 51)."""
-        if newcomer.role == "decode":
-            self._connect(newcomer, self.prefill)
-        else:
+        """Have decode engines shake hands with the prefill engines they'll read from (field case 51).
+
+        The newcomer hears from the router in any case, so that its cluster key is checked.
+        """
+        self._connect(newcomer, self.prefill if newcomer.role == "decode" else [])
+        if newcomer.role == "prefill" and newcomer.healthy:
             for reader in self.decode:
-                self._connect(reader, [newcomer])
+                if reader.healthy:
+                    self._connect(reader, [newcomer])
 
     def _connect(self, reader: Engine, sources: Sequence[Engine]) -> None:
         peers = tuple(engine.state.control_address for engine in sources if engine.healthy and engine.state)
-        if peers and reader.healthy:
-            signed = reader.sign("peers", HandoffKey(new_handoff_id(), 0), peers=peers)
-            self.spawn(self._tell_peers(reader, signed))
-
-    async def _tell_peers(self, reader: Engine, signed: str) -> None:
-        await reader.tell("peers", signed, self._peers_s)
+        self.spawn(reader.introduce(peers))

@@ -158,7 +158,10 @@ class Relay:
             target = choose_decode(self._fleet.view(), x.summary.model, x.avoid)
         if isinstance(target, Reason):
             x.draft.because(target)
-            raise unavailable(f"no decode engine for {x.summary.model!r} is healthy", code=target)
+            problems = "".join(
+                f"; {engine}: {engine.problem}" for engine in self._fleet.decode if engine.problem
+            )
+            raise unavailable(f"no decode engine for {x.summary.model!r} is healthy{problems}", code=target)
         return self._fleet.engine(target)
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
