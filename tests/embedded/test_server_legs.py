@@ -8,7 +8,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
-from openai import APIStatusError
+from openai import APIStatusError, NotFoundError
 
 from kvhandoff.core.errors import ConfigError, unavailable
 from kvhandoff.embedded.api import TokenOutput
@@ -141,6 +141,10 @@ async def test_models_and_operations() -> None:
     async with serving(max_model_len=99) as server:
         models = await server.client.models.list()
         assert [(m.id, m.model_dump()["max_model_len"]) for m in models.data] == [(MODEL, 99)]
+        assert await server.client.models.retrieve(MODEL) == models.data[0]
+        with pytest.raises(NotFoundError) as refused:
+            await server.client.models.retrieve("someone/else")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
         async with server.session.get("/health") as response:
             assert response.status == 200
         async with server.session.get("/metrics") as response:
@@ -168,6 +172,9 @@ async def test_router_tickets() -> None:
         for path in ("/internal/withdraw", "/internal/peers"):
             status, answer = await server.post(path, {"ticket": "bad"})
             assert (status, answer["error"]["code"]) == (403, "bad_ticket")
+            assert answer["error"]["param"] == "ticket"
+            assert answer["error"]["message"].startswith("ticket: ")
+            assert "kv_transfer_params" not in answer["error"]["message"]
             status, answer = await server.post(path, {"token": "a.b"})
             assert (status, answer["error"]["param"]) == (400, "body")
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from kvhandoff.core.errors import RequestError, invalid, unavailable
 from kvhandoff.embedded.api import Agent, EngineControl
 from kvhandoff.embedded.web import Limits
+from kvhandoff.handoff.tickets import BadTicket
 from kvhandoff.web import json_response, read_body
 
 
@@ -69,5 +70,12 @@ class Internal:
             raise RequestError(f"body: not valid JSON ({error})") from error
         if not isinstance(body, dict) or "ticket" not in body:
             raise invalid("body", body, 'an object {"ticket": …}')
-        act(body["ticket"])
+        try:
+            act(body["ticket"])
+        except BadTicket as error:
+            # It names the field of a completion's body.
+            why = error.message.removeprefix(f"{error.param}: ")
+            raise RequestError(
+                f"ticket: {why}", status=error.status, param="ticket", code=error.code, kind=error.kind
+            ) from error
         return json_response({})

@@ -56,6 +56,7 @@ def create_app(
             web.post("/v1/chat/completions", front.chat),
             web.post("/v1/completions", front.completions),
             web.get("/v1/models", front.models),
+            web.get("/v1/models/{id:.+}", front.one_model),
             web.get("/health", internal.health),
             web.get("/metrics", internal.metrics),
             web.get("/debug/kv", internal.blocks),
@@ -93,7 +94,14 @@ class _Front:
         self._started = int(time.time())
 
     async def models(self, _: web.Request) -> web.Response:
-        model = {
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: web.Request) -> web.Response:
+        self._check_model(request.match_info["id"])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
             "id": self._model_name,
             "object": "model",
             "created": self._started,
@@ -102,12 +110,11 @@ class _Front:
             "parent": None,
             "max_model_len": self._engine.max_model_len,
         }
-        return json_response({"object": "list", "data": [model]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
         body = parse(raw, ChatBody, model_vocab=self._text.vocab_size)
-        self._check_model(body)
+        self._check_model(body.model)
         with ExitStack() as legs:
             run = legs.enter_context(open_leg(self._agent, body.kv_transfer_params))
             if run.leg.prompt_token_ids is not None:
@@ -119,7 +126,7 @@ class _Front:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
         body = parse(raw, CompletionBody, model_vocab=self._text.vocab_size)
-        self._check_model(body)
+        self._check_model(body.model)
         prompts = body.prompts()
         if len(prompts) > 1 and body.kv_transfer_params is not None:
             raise invalid("kv_transfer_params", body.kv_transfer_params, "null for several prompts")
@@ -133,10 +140,10 @@ class _Front:
                     run.token_ids = await self._prompts.completion(body, prompt, len(raw))
             return await self._answer(request, body, runs)
 
-    def _check_model(self, body: AnyBody) -> None:
-        if body.model is not None and body.model != self._model_name:
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model_name:
             raise RequestError(
-                f"The model `{body.model}` does not exist; allowed is `{self._model_name}`",
+                f"The model `{name}` does not exist; allowed is `{self._model_name}`",
                 status=404,
                 param="model",
                 code="model_not_found",
