@@ -161,7 +161,8 @@ async def test_engine_that_does_not_fit(
         mine, theirs = reader.d.runner.model_fingerprint, other.runner.model_fingerprint
         if mine != theirs:
             expected = [*expected, repr(mine), repr(theirs)]
-        assert "refused by the peer: " in why  # it was greeted, and tells what it sees from its side
+        # It was greeted, and tells what it sees from its side.
+        assert f"refused by the peer at {offer.control_address}; seen from there: " in why
         for part in expected:
             assert part in why
 

@@ -152,7 +152,8 @@ class PeerBook:
         peer = self._greeting(address, refusal.nonce)
         if peer is None:
             return Changes()
-        return self._drop(peer, Reason.HANDSHAKE_REFUSED, f"refused by the peer: {refusal.detail}", Changes())
+        detail = f"refused by the peer at {address}; seen from there: {refusal.detail}"
+        return self._drop(peer, Reason.HANDSHAKE_REFUSED, detail, Changes())
 
     def connected(self, identity: Identity, error: str | None) -> Changes:
         """The data plane's answer to `ConnectPeer`."""
