@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvhandoff.core.clock import ManualClock
 from kvhandoff.core.ids import HandoffKey, new_handoff_id
 from kvhandoff.core.reasons import Reason
-from kvhandoff.core.records import EngineState, LegRecord
+from kvhandoff.core.records import LegRecord
 from kvhandoff.core.spans import to_blocks
 from kvhandoff.handoff.events import Tick
 from kvhandoff.handoff.messages import OfferDescriptor
@@ -143,11 +143,6 @@ class Legs:
 
         await until(given)
         return found[0]
-
-    async def state(self, engine: LiveEngine) -> EngineState:
-        """`GET /internal/state`."""
-        async with self.cluster.session.get(f"{engine.url}/internal/state") as answer:
-            return msgspec.json.decode(await answer.read(), type=EngineState)
 
     async def debug_kv(self, engine: LiveEngine) -> dict[str, int]:
         """`GET /debug/kv`."""

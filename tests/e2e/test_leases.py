@@ -92,6 +92,40 @@ async def test_clocks_that_disagree(tiny: Path, ahead: float) -> None:
         await deployment.settled()
 
 
+@pytest.mark.parametrize("on_miss", ["recompute", "error"])
+async def test_offer_that_expires_behind_the_router(
+    tiny: Path, on_miss: Literal["recompute", "error"]
+) -> None:
+    """What the client sees of a miss: the right answer, or which reason kept it from one."""
+    async with cluster(
+        tiny,
+        prefill_options={"clock": ManualClock(100.0)},
+        decode_options={"clock": ManualClock(7.0)},
+        router_options={"on_miss": on_miss},
+    ) as deployment:
+        p, d = deployment.prefill[0], deployment.decode[0]
+        to_p = Wire(d)
+        to_p.lose = lambda body: isinstance(body, Claim)
+        prompt = random_prompt(random.Random(5), LENGTH)
+        expected = await Legs(deployment).alone(d, prompt)
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+        client = asyncio.create_task(deployment.post({**body, "return_token_ids": True}))
+        await until(lambda: len(to_p.sent_of(Claim)) == 1)
+        pass_time(p, OFFER_LEASE)
+        to_p.lose = nothing
+        pass_time(d, SETTINGS.retry_s)
+        status, answer = await client
+        if on_miss == "recompute":
+            assert (status, answer["choices"][0]["token_ids"]) == (200, expected)
+            record = await deployment.record(answer["id"])
+            assert record["kv_source"] == "recomputed"
+            assert record["reasons"] == ["forced", "offer_expired"]
+        else:
+            assert (status, answer["error"]["code"]) == (503, "offer_expired")
+            assert "on_miss is 'error'" in answer["error"]["message"]
+        await deployment.settled()
+
+
 class InFlight:
     """A deployment in which one read is posted, its claim is granted, and no byte has moved yet."""
 
