@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -11,6 +14,7 @@ from aiohttp import web
 
 from tests.router.conftest import NO_ACCOUNT
 from tests.router.engines import (
+    WAIT_S,
     Leg,
     MockEngine,
     events,
@@ -49,6 +53,31 @@ async def empty_stream(engine: MockEngine, leg: Leg) -> web.StreamResponse:
     assert leg.request.transport is not None
     leg.request.transport.abort()
     return response
+
+
+@asynccontextmanager
+async def swamped(port: int) -> AsyncIterator[None]:
+    """A process at `port` that lives, but accepts nothing, and whose queue of connections is full."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        queued = []
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    waiting = socket.socket()
+                    queued.append(waiting)
+                    waiting.setblocking(False)
+                    try:
+                        await asyncio.wait_for(loop.sock_connect(waiting, ("127.0.0.1", port)), 0.1)
+                    except TimeoutError:
+                        break
+            yield
+        finally:
+            for waiting in queued:
+                waiting.close()
 
 
 # ---- the prefill leg ----
@@ -192,6 +221,20 @@ async def test_only_decode_engine_refuses_the_connection(cluster: Any) -> None:
         assert c.p.legs.empty()
 
 
+async def test_connection_in_time_is_not_had_then_another(cluster: Any) -> None:
+    """A burst may be more than a live engine accepts at once: tried elsewhere, but it is not marked down."""
+    async with cluster(decode=2, timeouts={"connect_s": 0.05} | NO_ACCOUNT) as c:
+        await c.d.kill()
+        async with swamped(c.d.port):
+            status, _ = await c.post(c.body())
+            assert status == 200
+            assert c.p.legs.qsize() == 1
+            assert c.p.withdrawn.empty()
+            assert c.decode[1].legs.get_nowait().ticket.leg == "decode"
+            _, ready = await c.get("/ready")
+            assert [engine["problem"] for engine in ready["engines"]] == [None] * 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", [reset, failing(500), empty_stream])
 async def test_decode_fails_before_its_first_byte(cluster: Any, script: Any, stream: bool) -> None:
@@ -241,6 +284,15 @@ async def test_attempts_are_bounded_in_time(cluster: Any) -> None:
         assert c.d.legs.qsize() == 1
 
 
+async def test_connection_of_the_last_attempt_is_reset(cluster: Any) -> None:
+    async with cluster(max_attempts=1) as c:
+        c.d.script = reset
+        status, answer = await c.post(c.body())
+        assert (status, answer["error"]["code"]) == (502, "decode_failed")
+        wanted = f"decode engine {c.d.engine_id} at {c.d.url}: it ended before its answer was complete"
+        assert answer["error"]["message"] == wanted
+
+
 async def test_deadline_of_the_last_attempt(cluster: Any) -> None:
     async with cluster(max_attempts=1, timeouts={"answer_s": 0.05}) as c:
         c.d.script = silent
@@ -250,12 +302,16 @@ async def test_deadline_of_the_last_attempt(cluster: Any) -> None:
         await soon(c.p.withdrawn.get())
 
 
-async def test_json_answer_breaks_off(cluster: Any) -> None:
+async def test_json_answer_breaks_off(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Field case 15c: the engine has answered, so the request is not replayed."""
     async with cluster(decode=2, timeouts=NO_ACCOUNT) as c:
         c.d.script = cut_short
         status, answer = await c.post(c.body())
         assert (status, answer["error"]["code"]) == (502, "decode_failed")
+        wanted = f"decode engine {c.d.engine_id} at {c.d.url} ended before its answer was complete"
+        assert answer["error"]["message"] == wanted
+        assert wanted not in caplog.text  # the log has the network's words
+        assert "its answer broke off: Response payload is not completed" in caplog.text
         assert c.decode[1].legs.empty()
         record = await c.record(c.d.legs.get_nowait().ticket.key.handoff_id)
         assert (record["status"], record["reasons"]) == (502, ["decode_failed"])
@@ -286,7 +342,8 @@ async def test_stream_breaks_off(cluster: Any, between: bool) -> None:
             c.d.gate.set()
             if between:
                 rest = await soon(response.content.read())
-                assert rest.startswith(b'data: {"error":{"message":"the answer broke off')
+                wanted = f"decode engine {c.d.engine_id} at {c.d.url} ended before its answer was complete"
+                assert rest.startswith(f'data: {{"error":{{"message":"{wanted}",'.encode())
                 assert rest.endswith(b"}\n\n")
             else:
                 with pytest.raises(aiohttp.ClientPayloadError):
@@ -311,5 +368,5 @@ async def test_stream_stands_still(cluster: Any) -> None:
         c.d.script = script
         async with c.session.post(c.url + "/v1/completions", json=c.body(stream=True)) as response:
             rest = await soon(response.content.read())
-        assert b"the answer broke off" in rest
+        assert b"sent nothing for 0.05 s before its answer was complete" in rest
         await soon(c.d.cancelled.get())

@@ -242,10 +242,9 @@ async def test_an_engine_with_another_key(f: Fixture, caplog: pytest.LogCaptureF
     for engine in (p, d):
         engine.gatekeeper = TicketGate(TicketKey(b"another"), engine.identity)
     fleet = await f.fleet([p], [d])
-    for engine in fleet.engines:
-        assert engine.problem is not None
-        assert engine.problem.startswith("it refuses the router's tickets: ")
-        assert "not signed with this cluster's key" in engine.problem
+    problems = [str(engine.problem) for engine in fleet.engines]
+    assert all(problem.startswith("it refuses the router's tickets: ") for problem in problems)
+    assert all("not signed with this cluster's key" in problem for problem in problems)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len([w for w in warnings if "refuses the router's tickets" in w]) == 2
     for _ in range(RETRY_POLLS - 1):

@@ -12,11 +12,12 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import OfferDescriptor
-from kvhandoff.router.engine import Engine, Role, describe, read_error
+from kvhandoff.router.engine import Engine, Role, describe, read_error, refuses_connection
 
-FailureKind = Literal["not_sent", "ticket_refused", "broken", "late"]
-"""`not_sent`: no connection; `ticket_refused`: 403 bad_ticket; `broken`: reset, 5xx, or an unusable answer;
-`late`: a deadline. After the first two the engine has not begun anything (field case 15)."""
+FailureKind = Literal["refused", "not_sent", "ticket_refused", "broken", "late"]
+"""`refused`: nothing listens there; `not_sent`: no connection for another cause, such as a burst that a live
+engine has not accepted yet; `ticket_refused`: 403 bad_ticket; `broken`: reset, 5xx, or an unusable answer;
+`late`: a deadline. After the first three the engine has not begun anything (field case 15)."""
 
 
 class LegFailed(Exception):
@@ -131,8 +132,10 @@ def for_client(engine: Engine, answer: Answer) -> Answer:
 
 def network_failure(engine: Engine, error: Exception) -> LegFailed:
     """An exception on the way to an answer, as a failed leg."""
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+    if refuses_connection(error):
+        return LegFailed(engine, "refused", describe(error))
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError):
         return LegFailed(engine, "not_sent", describe(error))
     if isinstance(error, TimeoutError):
         return LegFailed(engine, "late", "no answer in time")
-    return LegFailed(engine, "broken", describe(error))
+    return LegFailed(engine, "broken", "it ended before its answer was complete")

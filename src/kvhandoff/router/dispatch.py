@@ -94,7 +94,7 @@ class Dispatcher:
                     if not first:
                         raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
                     deadline.reschedule(None)  # from here on, the passage has its own
-                    passage = _passage(x, upstream)
+                    passage = _passage(x, engine, upstream)
                     await passage.carry(first, upstream.content, self._timeouts.idle_s)
             except (aiohttp.ClientError, OSError) as error:
                 raise network_failure(engine, error) from error
@@ -133,7 +133,8 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
         answer = await whole(upstream)
     except (aiohttp.ClientError, ConnectionError) as error:
         x.draft.because(Reason.DECODE_FAILED)
-        why = f"{engine}: its answer broke off: {describe(error)}"
+        log.warning("%s: %s: its answer broke off: %s", x.key, engine, describe(error))
+        why = f"{engine} ended before its answer was complete"
         raise RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error") from error
     x.outstanding = None
     x.cut(Phase.DECODE_NETWORK)
@@ -142,7 +143,7 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
     return _pass_on(x, answer)
 
 
-def _passage(x: Exchange, upstream: aiohttp.ClientResponse) -> Passage:
+def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Passage:
     """The way of a stream that has begun to the client; the decode engine has the offer in hand."""
     x.outstanding = None
 
@@ -155,7 +156,7 @@ def _passage(x: Exchange, upstream: aiohttp.ClientResponse) -> Passage:
 
     kept = ("Content-Type", "Cache-Control")
     headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
-    return Passage(x.request, x.draft.headers() | headers, first_byte, first_content)
+    return Passage(x.request, str(engine), x.draft.headers() | headers, first_byte, first_content)
 
 
 def _pass_on(x: Exchange, answer: Answer) -> Outcome:

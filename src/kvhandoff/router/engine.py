@@ -172,7 +172,7 @@ class Engine:
     async def tell(
         self, action: Literal["withdraw", "peers"], signed: str, timeout_s: float
     ) -> EngineError | None:
-        """POST a ticket to `/internal/{action}`; why the engine did not take it within `timeout_s`, or None."""
+        """POST a ticket to `/internal/{action}`; why it was not taken within `timeout_s`, or None."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -242,12 +242,15 @@ class Engine:
                 if self.state is not None and state.epoch != self.state.epoch:
                     # The cursor counted another life's records: ask again from the start.
                     state, arrived = await self._fetch(0)
-        except (aiohttp.ClientConnectorError, NoReport) as error:
+        except NoReport as error:
             self.down(describe(error))
         except TimeoutError:
             self._miss(f"no state report in {self._timeouts.poll_s} s")
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            self._miss(f"no usable state report: {describe(error)}")
+            if refuses_connection(error):
+                self.down(describe(error))
+            else:
+                self._miss(f"no usable state report: {describe(error)}")
         else:
             self._take(state, arrived)
 
@@ -289,6 +292,13 @@ class Engine:
         if problem != self.problem:
             log.log(logging.WARNING if problem else logging.INFO, "%s: %s", self, problem or "healthy")
         self.problem = problem
+
+
+def refuses_connection(error: BaseException) -> bool:
+    """Whether nothing listens there; a host that doesn't answer in time may only be busy."""
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+        error.os_error, ConnectionRefusedError
+    )
 
 
 def describe(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.body import parse_body, summarize
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.dispatch import Dispatcher, Outcome
-from kvhandoff.router.engine import Engine
+from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.legs import leg_headers
@@ -166,9 +166,10 @@ class Relay:
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
         """Undo what failed and set up the next attempt. Raises RequestError when there is to be none."""
-        log.warning("%s: attempt %d: %s", x.key, x.draft.attempts, failure)
+        detail = f" ({describe(failure.__cause__)})" if failure.__cause__ else ""
+        log.warning("%s: attempt %d: %s%s", x.key, x.draft.attempts, failure, detail)
         engine = failure.engine
-        if failure.kind == "not_sent":
+        if failure.kind == "refused":
             engine.down(failure.why)
         if failure.kind == "ticket_refused":
             await engine.poll()

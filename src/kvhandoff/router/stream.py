@@ -85,7 +85,7 @@ class FirstContent:
 
 
 class Passage:
-    """Carries one stream from an engine to a client: `carry` it, then `end` it.
+    """Carries one stream from `engine` (its name for the client) to a client: `carry` it, then `end` it.
 
     `on_byte` is called when the first piece has been written, `on_content` when the first content has (or at
     the end of a stream without any).
@@ -94,6 +94,7 @@ class Passage:
     def __init__(
         self,
         request: web.Request,
+        engine: str,
         headers: Mapping[str, str],
         on_byte: Callable[[], None],
         on_content: Callable[[], None],
@@ -102,9 +103,12 @@ class Passage:
         self.status = CLIENT_LEFT
         """Of the record: 200, BROKEN_OFF or CLIENT_LEFT."""
         self.broken: str | None = None
-        """Why the engine's stream broke off."""
+        """Why the engine's stream broke off, in the network's words: for the log."""
         self.scan = FirstContent()
         self._request = request
+        self._engine = engine
+        self._why = ""
+        """As `broken`, in words for the client."""
         self._on_byte = on_byte
         self._on_content = on_content
         self._writing = False
@@ -123,6 +127,9 @@ class Passage:
         except (aiohttp.ClientError, OSError) as error:
             if not self._writing:  # else it is the client that holds it up
                 self.status, self.broken = BROKEN_OFF, describe(error)
+                silent = isinstance(error, TimeoutError)
+                what = f"sent nothing for {idle_s:g} s" if silent else "ended"
+                self._why = f"{self._engine} {what} before its answer was complete"
         else:
             self.status = 200
 
@@ -135,8 +142,9 @@ class Passage:
         try:
             async with asyncio.timeout(idle_s):
                 if self.broken is not None and self._tail == b"\n\n":
-                    why = f"the answer broke off: {self.broken}"
-                    error = RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error")
+                    error = RequestError(
+                        self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error"
+                    )
                     await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
                 elif self.status != 200:
                     self._cut()
