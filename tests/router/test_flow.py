@@ -345,3 +345,18 @@ async def test_model_list(cluster: Any) -> None:
         assert status == 200
         assert [(m["id"], m["max_model_len"]) for m in models["data"]] == [(MODEL, 4096)]
         assert models["object"] == "list"
+        assert await c.get(f"/v1/models/{MODEL}") == (200, models["data"][0])
+        status, answer = await c.get("/v1/models/other")
+        assert (status, answer["error"]["param"]) == (404, "model")
+        assert answer["error"]["message"] == f"model: got 'other', allowed is {MODEL}"
+
+
+async def test_model_with_a_slash_in_its_name(cluster: Any) -> None:
+    async with cluster(poll_interval_s=0.02) as c:
+        c.d.model = "org/name"
+        async with asyncio.timeout(10):
+            while (await c.get("/v1/models/org/name"))[0] == 404:
+                pass
+        for path in ("/v1/models/org/name", "/v1/models/org%2Fname"):
+            status, model = await c.get(path)
+            assert (status, model["id"]) == (200, "org/name")

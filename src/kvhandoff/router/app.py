@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
+from kvhandoff.router.body import unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
@@ -52,6 +53,7 @@ class Front:
             web.post("/v1/chat/completions", self.chat_completions),
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.models),
+            web.get("/v1/models/{id:.+}", self.model),
             web.get("/v1/handoffs/{id}", self.handoff),
             web.get("/health", self.health),
             web.get("/ready", self.ready),
@@ -87,17 +89,24 @@ class Front:
 
     async def models(self, request: web.Request) -> web.Response:
         """The fleet's models, as OpenAI lists them."""
-        models = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._started,
-                "owned_by": "kvhandoff",
-                "max_model_len": longest,
-            }
-            for name, longest in sorted(self._fleet.models().items())
-        ]
+        models = [self._model(name, longest) for name, longest in sorted(self._fleet.models().items())]
         return json_response({"object": "list", "data": models})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """One of the fleet's models; its name may have slashes."""
+        name, served = request.match_info["id"], self._fleet.models()
+        if name not in served:
+            raise unknown_model(name, served)
+        return json_response(self._model(name, served[name]))
+
+    def _model(self, name: str, longest: int) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvhandoff",
+            "max_model_len": longest,
+        }
 
     async def handoff(self, request: web.Request) -> web.Response:
         """A request's record; waits a moment for accounts that the engines have not given yet."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.router.policy import RequestSummary
 
 Fields = dict[str, msgspec.Raw]
@@ -19,6 +21,28 @@ def parse_body(raw: bytes) -> Fields:
         return _body.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"body: it must be a JSON object ({error})", param="body") from error
+
+
+def read_model(fields: Fields, allowed: str) -> str:
+    """The name in `model`. Raises RequestError (400) when it is missing, or no text."""
+    if "model" not in fields:
+        raise RequestError(f"model: it is missing, allowed is {allowed}", param="model")
+    try:
+        return msgspec.json.decode(fields["model"], type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        given = bytes(fields["model"]).decode(errors="replace")
+        shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
+        raise RequestError(f"model: got {shown}, allowed is a text: {allowed}", param="model") from error
+
+
+def unknown_model(model: str, served: Iterable[str]) -> RequestError:
+    """The 404 for a name that no decode engine serves."""
+    why = invalid("model", model, ", ".join(sorted(served)) or "no name yet").message
+    return RequestError(why, status=404, param="model", code="model_not_found")
+
+
+_SHOWN = 80
+"""Characters of a bad value's JSON in a message."""
 
 
 def summarize(fields: Fields, *, chat: bool) -> RequestSummary:

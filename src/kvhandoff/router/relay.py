@@ -25,12 +25,12 @@ import aiohttp
 from aiohttp import web
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError, invalid, unavailable
+from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.ids import new_handoff_id
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.answers import LegFailed
-from kvhandoff.router.body import parse_body, summarize
+from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.dispatch import Dispatcher, Outcome
 from kvhandoff.router.engine import Engine, describe
@@ -87,7 +87,7 @@ class Relay:
         raw = await read_body(request, self._config.max_body_bytes, self._config.timeouts.body_s)
         fields = parse_body(raw)
         summary = summarize(fields, chat=draft.chat)
-        self._check_model(summary.model)
+        self._check_model(fields)
         draft.model = summary.model
         draft.path, reason = choose_path(draft.requested_path, summary, self._fleet.view())
         if reason is not None:
@@ -104,16 +104,13 @@ class Relay:
             draft=draft,
         )
 
-    def _check_model(self, model: str) -> None:
+    def _check_model(self, fields: Fields) -> None:
         served = self._fleet.models()
         if not served:
             raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
+        model = read_model(fields, ", ".join(sorted(served)))
         if model not in served:
-            allowed = ", ".join(sorted(served))
-            why = f"model: it is missing, or no text, allowed is {allowed}"
-            if model:
-                why = invalid("model", model, allowed).message
-            raise RequestError(why, status=404, param="model", code="model_not_found")
+            raise unknown_model(model, served)
 
     def _tolerate_miss(self, why: str, reason: Reason) -> None:
         """Go on without a transfer, unless the operator wants an error then (`on_miss`)."""
