@@ -152,7 +152,7 @@ class PeerBook:
         peer = self._greeting(address, refusal.nonce)
         if peer is None:
             return Changes()
-        detail = f"refused by the peer at {address}; seen from there: {refusal.detail}"
+        detail = f"refused by the peer at {address}: {refusal.detail}"
         return self._drop(peer, Reason.HANDSHAKE_REFUSED, detail, Changes())
 
     def connected(self, identity: Identity, error: str | None) -> Changes:
