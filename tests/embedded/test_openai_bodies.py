@@ -122,10 +122,12 @@ BAD: list[Any] = [
     (COMPLETIONS, {"prompt": [[]]}, "prompt"),
     (COMPLETIONS, {"prompt": {"text": "hi"}}, "prompt"),
     (COMPLETIONS, {"prompt": ["hi", 5]}, "prompt[1]"),
-    (COMPLETIONS, {"prompt": [5, "hi"]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [5, "hi"]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [1.5]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
-    (COMPLETIONS, {"prompt": [-1]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2, "x"]]}, "prompt[1][1]"),
+    (COMPLETIONS, {"prompt": [[1], 2]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [VOCAB_SIZE]}, "prompt"),
     (COMPLETIONS, {"prompt": [[1], [2, VOCAB_SIZE]]}, "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 1025}, "prompt"),
@@ -158,7 +160,10 @@ async def test_bad_field(server: Serving, path: str, body: dict[str, Any], param
         (b'{"prompt": NaN}', 400, "not valid JSON"),
         (b'{"prompt": "\xff"}', 400, "not valid JSON"),
         (b'{"prompt": "\\ud800"}', 400, "not valid JSON"),
-        (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", 400, "not valid JSON"),
+        (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", 400, "out of range in the field 'seed'"),
+        (b'{"prompt": "hi", "temperature": 1e400}', 400, "Number out of range in the field 'temperature'"),
+        (b'{"prompt": ["hi", {"a": 1e400}]}', 400, "Number out of range in the field 'prompt'"),
+        (b"[1e400]", 400, "Number out of range"),
         (b"[" * 100_000, 400, "not valid JSON"),
         (b"[]", 400, "a JSON object"),
         (b'"prompt"', 400, "a JSON object"),
@@ -168,11 +173,50 @@ async def test_bad_field(server: Serving, path: str, body: dict[str, Any], param
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/internal/withdraw", "/internal/peers"])
 async def test_bad_body(server: Serving, path: str, raw: bytes, status: int, said: str) -> None:
     got, answer = await server.post(path, raw)
+    assert answer["error"]["param"] == "body"
     if path.startswith("/internal") and got == 400:
         assert answer["error"]["message"].startswith("body")
         return
     assert got == status
     assert said in answer["error"]["message"]
+
+
+TOKEN_RANGE = f"token ids from 0 to {VOCAB_SIZE - 1}"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, "prompt: got '', allowed is a text of at least one token"),
+        (
+            {"prompt": []},
+            "prompt: got [], allowed is a string, an array of strings, an array of token ids",
+        ),
+        ({"prompt": [-1]}, f"prompt: got -1, allowed is {TOKEN_RANGE}"),
+        ({"prompt": [5, VOCAB_SIZE]}, f"prompt: got {VOCAB_SIZE}, allowed is {TOKEN_RANGE}"),
+        ({"prompt": [5, "x"]}, "prompt[1]: got 'x', allowed is a token id"),
+        ({"prompt": [True]}, "prompt[0]: got True, allowed is a string, a token id or an array of token ids"),
+        ({"prompt": ["x", 5]}, "prompt[1]: got 5, allowed is a string or an array of token ids"),
+        ({"max_tokens": "5"}, "max_tokens: got '5', allowed is a whole number, 1 or more, below 2^31"),
+        ({"max_tokens": -1}, "max_tokens: got -1, allowed is a whole number, 1 or more, below 2^31"),
+        ({"min_tokens": 0.5}, "min_tokens: got 0.5, allowed is a whole number, 0 or more, below 2^31"),
+        ({"temperature": "x"}, "temperature: got 'x', allowed is a number, 0 (greedy) or more"),
+        ({"top_p": 0}, "top_p: got 0, allowed is a number, more than 0, up to 1"),
+        (
+            {"top_k": -2},
+            "top_k: got -2, allowed is a whole number below 2^31, 0 or -1 for all",
+        ),
+        ({"seed": 2**63}, f"seed: got {2**63}, allowed is a whole number, -2^63 to 2^63 - 1"),
+        ({"n": None, "logprobs": "2"}, "logprobs: got '2', allowed is a whole number, 0 to 20"),
+        ({"n": []}, "n: got [], allowed is a whole number, 1 to 128"),
+        ({"stop_token_ids": 5}, "stop_token_ids: got 5, allowed is array | null"),
+    ],
+)
+async def test_what_is_allowed(server: Serving, fields: dict[str, Any], message: str) -> None:
+    status, answer = await server.post(COMPLETIONS, {"prompt": "hi", **fields})
+    assert status == 400
+    assert answer["error"]["message"].startswith(message)
 
 
 @pytest.mark.asyncio(loop_scope="module")

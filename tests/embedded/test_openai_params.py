@@ -10,6 +10,7 @@ import pytest
 from kvhandoff.core.errors import RequestError
 from kvhandoff.embedded.openai import ChatBody, CompletionBody, parse
 from kvhandoff.embedded.params import sampling_params, sibling_seed
+from kvhandoff.embedded.prompts import split
 from kvhandoff.embedded.text import SamplingDefaults
 from tests.tinymodels import VOCAB_SIZE
 
@@ -93,7 +94,7 @@ def test_sibling_seeds() -> None:
 
 def test_prompt_forms() -> None:
     def prompts(prompt: Any) -> Any:
-        return parse(json.dumps({"prompt": prompt}).encode(), CompletionBody, model_vocab=9).prompts()
+        return split(parse(json.dumps({"prompt": prompt}).encode(), CompletionBody, model_vocab=9))
 
     assert prompts("hi") == ["hi"]
     assert prompts(["hi", "there"]) == ["hi", "there"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 from aiohttp import web
 
 from kvhandoff.core.errors import RequestError, invalid, unavailable
 from kvhandoff.embedded.api import Agent, EngineControl
+from kvhandoff.embedded.openai import decode_json
 from kvhandoff.embedded.web import Limits
 from kvhandoff.handoff.tickets import BadTicket
 from kvhandoff.web import json_response, read_body
@@ -64,10 +64,7 @@ class Internal:
     async def _obey(self, request: web.Request, act: Callable[[object], None]) -> web.Response:
         """`act` on the body's `ticket`; it checks the ticket itself. Answers `{}`."""
         raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
-        try:
-            body = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"body: not valid JSON ({error})") from error
+        body = decode_json(raw)
         if not isinstance(body, dict) or "ticket" not in body:
             raise invalid("body", body, 'an object {"ticket": …}')
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.embedded.api import EngineRequest, SamplingParams
@@ -24,11 +25,16 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int
             param="prompt",
             code="context_length_exceeded",
         )
-    if len(prompt) == 0:
-        raise invalid("prompt", prompt, "at least one token")
-    for token in (min(prompt), max(prompt)):
+    check_token_ids("prompt", prompt, vocab_size)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError, a 400 naming the field, unless there are tokens, all of the vocabulary."""
+    if len(token_ids) == 0:
+        raise invalid(field, token_ids, "at least one token")
+    for token in (min(token_ids), max(token_ids)):
         if not 0 <= token < vocab_size:
-            raise invalid("prompt", token, f"token ids from 0 to {vocab_size - 1}")
+            raise invalid(field, token, f"token ids from 0 to {vocab_size - 1}")
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:

@@ -7,7 +7,7 @@ are refused, unless their value has no effect.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -15,11 +15,15 @@ from msgspec import Meta
 from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.embedded.chat import Message
 
-MAX_SEQUENCES = 1024
-"""Prompts × n in one body."""
-
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Logprobs = Annotated[int, Meta(ge=0, le=20)]
+# Ranges, each in words too, for errors. `check` refuses max_tokens of 0 except for an echo.
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number, 0 or more, below 2^31")]
+MaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number, 1 or more, below 2^31")]
+Temperature = Annotated[float, Meta(ge=0, description="a number, 0 (greedy) or more")]
+TopP = Annotated[float, Meta(gt=0, le=1, description="a number, more than 0, up to 1")]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="a whole number below 2^31, 0 or -1 for all")]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a whole number, -2^63 to 2^63 - 1")]
+Choices = Annotated[int, Meta(ge=1, le=128, description="a whole number, 1 to 128")]
+Logprobs = Annotated[int, Meta(ge=0, le=20, description="a whole number, 0 to 20")]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -85,14 +89,14 @@ class Body(msgspec.Struct, kw_only=True):
     """The field that holds the prompt, for messages."""
 
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     """0 and -1 keep all."""
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: Seed | None = None
+    n: Choices | None = None
     best_of: int | None = None
     stop: str | Annotated[list[StopString], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=1024)] | None = None
@@ -152,7 +156,7 @@ class Body(msgspec.Struct, kw_only=True):
             raise invalid("prompt_logprobs", self.prompt_logprobs, "null when stream is true")
         for token_id in self.stop_token_ids or ():
             if token_id >= model_vocab:
-                raise invalid("stop_token_ids", token_id, f"token ids 0 to {model_vocab - 1}")
+                raise invalid("stop_token_ids", token_id, f"token ids from 0 to {model_vocab - 1}")
 
 
 class ChatBody(Body, kw_only=True):
@@ -162,7 +166,7 @@ class ChatBody(Body, kw_only=True):
     input_field: ClassVar[str] = "messages"
 
     messages: list[Message]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: list[dict[str, Any]] | None = None
@@ -245,7 +249,7 @@ class CompletionBody(Body, kw_only=True):
     input_field: ClassVar[str] = "prompt"
 
     prompt: Any = None
-    """A string, token ids, or an array of either; see `prompts`."""
+    """A string, token ids, or an array of either; see `prompts.split`."""
     logprobs: Logprobs | None = None
     echo: bool | None = None
 
@@ -275,23 +279,6 @@ class CompletionBody(Body, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", 0, "1 or more (0 with echo)")
 
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids. Raises RequestError for anything else."""
-        prompt = self.prompt
-        allowed = "a string, an array of strings, an array of token ids, or an array of such arrays"
-        if isinstance(prompt, str):
-            return [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            raise invalid("prompt", prompt, allowed)
-        if _are_token_ids(prompt):
-            return [prompt]
-        for index, item in enumerate(prompt):
-            if not isinstance(item, str) and not _are_token_ids(item):
-                raise invalid(f"prompt[{index}]", item, allowed)
-        if len(prompt) * self.choices > MAX_SEQUENCES:
-            raise invalid("prompt", f"{len(prompt)} prompts × {self.choices}", f"at most {MAX_SEQUENCES}")
-        return prompt
-
 
 AnyBody = ChatBody | CompletionBody
 SomeBody = TypeVar("SomeBody", ChatBody, CompletionBody)
@@ -299,19 +286,44 @@ SomeBody = TypeVar("SomeBody", ChatBody, CompletionBody)
 
 def parse(raw: bytes, kind: type[SomeBody], *, model_vocab: int) -> SomeBody:
     """A request body, checked. Raises RequestError naming the field, its value and what is allowed."""
-    try:
-        fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"body: not valid JSON ({error})") from error
+    fields = decode_json(raw)
     if not isinstance(fields, dict):
         raise invalid("body", fields, "a JSON object")
     _refuse_unsupported(fields, kind.unsupported)
     try:
         body = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(fields, str(error)) from error
+        raise _invalid_field(kind, fields, str(error)) from error
     body.check(model_vocab)
     return body
+
+
+def decode_json(raw: bytes) -> Any:
+    """The value of a body. Raises RequestError naming the body, and where there is one the field."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError as error:
+        # Valid JSON with a number that no integer or float holds.
+        where = _field_out_of_range(raw)
+        what = re.sub(" - at .*", "", str(error))
+        suffix = f" in the field {where!r}" if where else ""
+        raise RequestError(f"body: {what}{suffix}", param="body") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"body: not valid JSON ({error})", param="body") from error
+
+
+def _field_out_of_range(raw: bytes) -> str:
+    """The field of a body with a number that can't be held; empty for a body that is no object."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return ""
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            return name
+    return ""
 
 
 def _refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[object, ...]]) -> None:
@@ -322,19 +334,11 @@ def _refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[object, .
             raise invalid(name, value, f"{shown}: this engine does not support it")
 
 
-def _are_token_ids(value: object) -> bool:
-    try:
-        msgspec.convert(value, list[Count])
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
-def _invalid_field(fields: dict[str, Any], message: str) -> RequestError:
+def _invalid_field(kind: type[AnyBody], fields: dict[str, Any], message: str) -> RequestError:
     """msgspec's `Expected X, got Y - at $.path` as an error that names path, value and what is allowed."""
     match = _WHERE.match(message)
     if match is None:
@@ -344,7 +348,19 @@ def _invalid_field(fields: dict[str, Any], message: str) -> RequestError:
         field = f"{path}.{missing[1]}" if path else missing[1]
         return RequestError(f"{field}: missing, it is required", param=field)
     value: Any = fields
-    for name, index in _STEP.findall(path):
+    steps = _STEP.findall(path)
+    for name, index in steps:
         value = value[int(index)] if index else value.get(name)
-    allowed = re.sub(r", got .*", "", what.removeprefix("Expected "))
+    allowed = _range_in_words(kind, steps[0][0]) if len(steps) == 1 else None
+    allowed = allowed or re.sub(r", got .*", "", what.removeprefix("Expected "))
     return invalid(path or "body", value, allowed)
+
+
+def _range_in_words(kind: type[AnyBody], name: str) -> str | None:
+    """The description of the type of this field, if it has one."""
+    annotation = get_type_hints(kind, include_extras=True)[name]
+    for part in (annotation, *get_args(annotation)):
+        for meta in getattr(part, "__metadata__", ()):
+            if isinstance(meta, Meta) and meta.description:
+                return meta.description
+    return None

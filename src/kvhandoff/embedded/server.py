@@ -21,7 +21,7 @@ from kvhandoff.embedded.generation import Generation, Piece, Run, open_leg
 from kvhandoff.embedded.internal import Internal
 from kvhandoff.embedded.openai import AnyBody, ChatBody, CompletionBody, parse
 from kvhandoff.embedded.params import sampling_params
-from kvhandoff.embedded.prompts import PromptReader
+from kvhandoff.embedded.prompts import PromptReader, split
 from kvhandoff.embedded.responses import Answer, event
 from kvhandoff.embedded.text import TextProcessor
 from kvhandoff.embedded.web import EventStream, Limits, StreamFailed, broken_streams, send_json
@@ -127,7 +127,7 @@ class _Front:
         raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
         body = parse(raw, CompletionBody, model_vocab=self._text.vocab_size)
         self._check_model(body.model)
-        prompts = body.prompts()
+        prompts = split(body)
         if len(prompts) > 1 and body.kv_transfer_params is not None:
             raise invalid("kv_transfer_params", body.kv_transfer_params, "null for several prompts")
         with ExitStack() as legs:
