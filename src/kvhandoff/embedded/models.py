@@ -198,7 +198,9 @@ def _write_safetensors(source: Path, target: Path, done: Iterator[None]) -> None
     next(done)
     # The GGUF file has no sampling defaults, and at temperature 1 so small a model rambles. These are the
     # ones that its authors recommend.
-    model.generation_config.update(do_sample=True, temperature=0.2, top_p=0.9)
+    model.generation_config.update(  # type: ignore[no-untyped-call]
+        do_sample=True, temperature=0.2, top_p=0.9
+    )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     next(done)
