@@ -1,4 +1,4 @@
-"""Random schedules over a bad network: the rules of the design hold in each, and planted bugs are caught.
+"""Random schedules over a bad network: the rules of docs/protocol.md hold, and planted bugs are caught.
 
 `KVHANDOFF_SCHEDULES=1000000 pytest tests/handoff/test_schedules.py` runs any number by hand;
 a failure names its seed, and `World(Random(seed)).run(STEPS)` replays it.

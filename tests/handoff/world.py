@@ -53,7 +53,7 @@ ROOTS = [chain_root("model", LAYOUT.fingerprint(), salt) for salt in ("a", "b")]
 
 
 class RuleBroken(AssertionError):
-    """One of the rules of the design did not hold."""
+    """One of the rules of docs/protocol.md did not hold."""
 
 
 def check(holds: bool, rule: str, detail: str) -> None:

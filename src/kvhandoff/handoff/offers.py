@@ -1,8 +1,8 @@
 """The source's side of a pull: offers, and the claims that pin them.
 
-Rules upheld here (design, §3): *no use after free* for blocks a peer may read: `_free` is the only way out of
-the ledger, and it runs only when no claim's lease is running; *no leak*: every offer has a lease that ends by
-itself; *salts never mix*: a claim is answered by comparing chains, whose roots hold the salt.
+Rules of docs/protocol.md upheld here: *no use after free* for blocks a peer may read: `_free` is the only
+way out of the ledger, and it runs only when no claim's lease is running; *no leak*: every offer has a lease
+that ends by itself; *salts never mix*: a claim is answered by comparing chains, whose roots hold the salt.
 
     state      event                          effect                      next
     ---------  -----------------------------  --------------------------  ---------

@@ -31,7 +31,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     GRANTED and LANDED: landed while trusted → loaded, release; else → miss: lease_lapsed.
     Ended or dropped while POSTED: the target blocks are quarantined until landed or failed, then freed.
 
-Rules upheld here (design, §3): *right KV or none*: `_resolve` is the only place that says `Loaded`;
+Rules of docs/protocol.md upheld here: *right KV or none*: `_resolve` is the only place that says `Loaded`;
 *no use after free* of one's own targets: `_let_go` frees only what no posted transfer can still reach;
 *no wait without a deadline*: `_expire`, which names the next step of each; *every fallback has a reason*.
 """
