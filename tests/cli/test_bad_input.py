@@ -39,7 +39,8 @@ def run(*arguments: str, key: str = "k") -> subprocess.CompletedProcess[str]:
         (["router", "--decode", "http://127.0.0.1:1", "--on-miss", "hope"], "'recompute', 'error'"),
         (["engine", "--role", "cook"], "'prefill', 'decode', 'both'"),
         (["engine", "--role", "decode", "--kv-memory", "1", "--kv-blocks", "9"], "kv-memory and kv-blocks"),
-        (["engine", "--role", "decode", "--log-level", "loud"], "debug, info, warning, error"),
+        (["engine", "--role", "decode", "--log-level", "loud"], "'debug', 'info', 'warning', 'error'"),
+        (["up", "--dtype", "int3"], "'auto', 'float32', 'bfloat16', 'float16'"),
     ],
 )
 def test_bad_flags(arguments: list[str], said: str) -> None:

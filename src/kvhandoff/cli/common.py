@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 import typer
@@ -22,7 +23,18 @@ ClusterKeyFile = typer.Option(
     help=f"File with the key that router and engines share; else ${CLUSTER_KEY_ENV}.",
     dir_okay=False,
 )
-LogLevel = typer.Option("info", "--log-level", help="debug, info, warning or error.")
+
+
+class Level(StrEnum):
+    """The least serious events that are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+LogLevel = typer.Option(Level.INFO, "--log-level", help="The least serious events that are logged.")
 Lifeline = typer.Option(False, "--lifeline", hidden=True, help="End when standard input closes.")
 
 
@@ -50,18 +62,10 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError(f"port {port} on {host}: can't listen ({error.strerror})") from error
 
 
-def set_up_logging(level: str, name: str) -> None:
+def set_up_logging(level: Level, name: str) -> None:
     """One line per event on standard error, marked with the process's name."""
-    levels = {
-        "debug": logging.DEBUG,
-        "info": logging.INFO,
-        "warning": logging.WARNING,
-        "error": logging.ERROR,
-    }
-    if level not in levels:
-        raise ConfigError(f"log-level: got {level!r}, allowed is {', '.join(levels)}")
     logging.basicConfig(
-        level=levels[level],
+        level=level.upper(),
         format=f"%(asctime)s {name} %(levelname)s %(message)s",
         stream=sys.stderr,
     )

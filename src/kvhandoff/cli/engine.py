@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from kvhandoff.cli.common import (
     ClusterKeyFile,
+    Level,
     Lifeline,
     LogLevel,
     check_port,
@@ -38,18 +40,30 @@ class TransportChoice(StrEnum):
     SHM = "shm"
 
 
+class Dtype(StrEnum):
+    """The model's numbers."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+DtypeOption = typer.Option(Dtype.AUTO, help="auto: the checkpoint's, float32 in exact mode.")
+
+
 def engine(
     role: Role = typer.Option(..., help="What this engine does for a request."),
     model: str = typer.Option("smollm2", help="smollm2, a model directory, or a Hugging Face id."),
     model_name: str | None = typer.Option(None, help="Name under which it is served; default: --model."),
-    engine_id: str | None = typer.Option(None, help="Name in records and metrics; default: role and port."),
+    engine_id: str | None = typer.Option(None, help="Name in records; default: role and port, or chance."),
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(0, min=0, max=65535, help="0 takes a free one."),
     control: str = typer.Option("tcp://127.0.0.1:0", help="Where other engines reach this one."),
     transport: TransportChoice = typer.Option(
         TransportChoice.AUTO, help="NIXL if installed, or shared memory."
     ),
-    dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or auto: the checkpoint's."),
+    dtype: Dtype = DtypeOption,
     exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
     device: str = typer.Option("cpu", help="cpu, or cuda (untested)."),
     block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
@@ -62,7 +76,7 @@ def engine(
     offer_lease: float = typer.Option(HandoffSettings().offer_lease_s, min=0.1, help="Seconds."),
     claim_lease: float = typer.Option(HandoffSettings().claim_lease_s, min=0.1, help="Seconds."),
     cluster_key_file: Path | None = ClusterKeyFile,
-    log_level: str = LogLevel,
+    log_level: Level = LogLevel,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run one embedded engine. When it serves, it prints one line of JSON with its addresses."""
@@ -70,7 +84,7 @@ def engine(
 
     if kv_memory is not None and kv_blocks is not None:
         raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
-    name = engine_id or f"{role}-{port or 'engine'}"
+    name = engine_id or f"{role}-{port or secrets.token_hex(3)}"
     set_up_logging(log_level, name)
     check_port(host, port)
     prepare(exact=exact, threads=threads)
@@ -88,7 +102,7 @@ def engine(
         port=port,
         control=control,
         transport=transport.value,
-        dtype=dtype,
+        dtype=dtype.value,
         exact=exact,
         device=device,
         block_size=block_size,

@@ -10,7 +10,15 @@ from pathlib import Path
 import msgspec
 import typer
 
-from kvhandoff.cli.common import ClusterKeyFile, Lifeline, LogLevel, cluster_key, set_up_logging, stop_event
+from kvhandoff.cli.common import (
+    ClusterKeyFile,
+    Level,
+    Lifeline,
+    LogLevel,
+    cluster_key,
+    set_up_logging,
+    stop_event,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +46,7 @@ def router(
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
     cluster_key_file: Path | None = ClusterKeyFile,
-    log_level: str = LogLevel,
+    log_level: Level = LogLevel,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run the router in front of engines that are up."""

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
-from kvhandoff.cli.common import CLUSTER_KEY_ENV, check_port, stop_event
-from kvhandoff.cli.engine import TransportChoice
+from kvhandoff.cli.common import CLUSTER_KEY_ENV, Level, check_port, stop_event
+from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
 from kvhandoff.cli.router import MissOption, PathOption
 
 _Result = TypeVar("_Result")
@@ -33,13 +33,13 @@ def up(
         TransportChoice.AUTO, help="NIXL if installed, or shared memory."
     ),
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
-    dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or auto: the checkpoint's."),
+    dtype: Dtype = DtypeOption,
     exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
     kv_memory: float = typer.Option(1.0, min=0.001, help="GiB of KV for each engine."),
     block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
     max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
     threads: int | None = typer.Option(None, min=1, help="Threads of each engine; default: cores / engines."),
-    log_level: str = typer.Option("warning", help="debug, info, warning or error."),
+    log_level: Level = typer.Option(Level.WARNING, help="The least serious events that are logged."),
 ) -> None:
     """Serve a model through prefill engines, decode engines and a router on this machine."""
     from kvhandoff.embedded.models import resolve_model
