@@ -245,3 +245,22 @@ class Bench:
         stages = [*scheduler.waiting, *scheduler.loading, *scheduler.running]
         assert sorted(s.arrival for s in stages) == sorted(s.arrival for s in scheduler.requests.values())
         assert set(scheduler.requests) == set(self.core._stepper._samplers)
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    ids: list[int] = torch.randint(
+        1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    return ids
+
+
+def prompt_ending_in_eos_after(count: int) -> list[int]:
+    for seed in range(10_000):
+        answer = greedy(prompt_of(7, seed), count)
+        if len(answer) == count and answer[-1] == EOS and EOS not in answer[:-1]:
+            return prompt_of(7, seed)
+    raise AssertionError("no such prompt")
