@@ -83,7 +83,7 @@ class AgentLeg:
         self._finished = False
         self.missed: Reason | None = None
         self._reasons: list[Reason] = []
-        self._transferred_bytes = self._descriptors = self._blocks = 0
+        self._blocks = 0
         # readings of the engine's clock
         self._opened = host.clock()
         self._tokenized: float | None = None
@@ -210,8 +210,6 @@ class AgentLeg:
     def on_moved(self, moved: Moved) -> None:
         """The transfer has ended."""
         self._moved = moved
-        self._transferred_bytes = moved.bytes
-        self._descriptors = moved.descriptors
 
     def on_loaded(self, tokens: int) -> None:
         """The KV is in and verified."""
@@ -262,9 +260,9 @@ class AgentLeg:
             epoch=self._host.me.epoch,
             total_s=self._host.clock() - self._opened,
             completion_tokens=completion_tokens,
-            bytes=self._transferred_bytes,
+            bytes=self._moved.bytes if self._moved else 0,
             blocks=self._blocks,
-            descriptors=self._descriptors,
+            descriptors=self._moved.descriptors if self._moved else 0,
             reasons=list(self._reasons),
             finish_reason=finish_reason,
         )
