@@ -14,7 +14,7 @@ from kvhandoff.core.clock import Clock
 
 
 class Phase(StrEnum):
-    """In the order a pulled request meets them."""
+    """In the order that requests meet them."""
 
     ROUTE = "route"
     """Router: read the request, choose the path, build the legs."""
@@ -24,6 +24,8 @@ class Phase(StrEnum):
     """Prefill leg as the router sees it, minus what the prefill engine accounts for."""
     PREFILL_TOKENIZE = "prefill_tokenize"
     PREFILL_QUEUE = "prefill_queue"
+    RETURN = "return"
+    """Until the history's KV is in, from the decode engine that kept it."""
     PREFILL_COMPUTE = "prefill_compute"
     PREFILL_OFFER = "prefill_offer"
     """Prefill engine: from the last layer to the response with the offer."""
@@ -34,6 +36,11 @@ class Phase(StrEnum):
     DECODE_TOKENIZE = "decode_tokenize"
     DECODE_QUEUE = "decode_queue"
     """Decode engine: until its blocks are allocated."""
+    AWAIT_PREFILL = "await_prefill"
+    """Pushed, decode engine: from its blocks being granted until the prefill engine had computed the
+    prompt."""
+    WRITE_TAIL = "write_tail"
+    """Pushed: from there until the prefill engine's commit, on that engine's clock."""
     POST = "post"
     """Decode engine: until the transfer is posted."""
     WIRE = "wire"

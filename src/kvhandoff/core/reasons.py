@@ -27,6 +27,8 @@ class Reason(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     ALREADY_CACHED = "already_cached"
     CLIENT_ABORTED = "client_aborted"
+    REBOUND = "rebound"
+    RETURN_TOO_SHORT = "return_too_short"
 
     # declines
     OFFER_UNKNOWN = "offer_unknown"
@@ -35,11 +37,19 @@ class Reason(StrEnum):
     OFFER_WITHDRAWN = "offer_withdrawn"
     CHAIN_MISMATCH = "chain_mismatch"
     EPOCH_CHANGED = "epoch_changed"
+    OFFER_ABANDONED = "offer_abandoned"
+    OFFER_GIVEN_UP = "offer_given_up"
+    REVOKED = "revoked"
+    QUEUE_TIMEOUT = "queue_timeout"
 
     # failures
     LEASE_LAPSED = "lease_lapsed"
     CLAIM_TIMEOUT = "claim_timeout"
     READ_TIMEOUT = "read_timeout"
+    PUSH_TIMEOUT = "push_timeout"
+    COMMIT_MISMATCH = "commit_mismatch"
+    FENCE_OVERDUE = "fence_overdue"
+    QUARANTINE_GROWS = "quarantine_grows"
     TRANSFER_FAILED = "transfer_failed"
     HANDSHAKE_REFUSED = "handshake_refused"
     PEER_UNREACHABLE = "peer_unreachable"
@@ -66,6 +76,8 @@ _CHOICES = frozenset(
         Reason.PROMPT_LOGPROBS,
         Reason.ALREADY_CACHED,
         Reason.CLIENT_ABORTED,
+        Reason.REBOUND,
+        Reason.RETURN_TOO_SHORT,
     }
 )
 _DECLINES = frozenset(
@@ -76,5 +88,9 @@ _DECLINES = frozenset(
         Reason.OFFER_WITHDRAWN,
         Reason.CHAIN_MISMATCH,
         Reason.EPOCH_CHANGED,
+        Reason.OFFER_ABANDONED,
+        Reason.OFFER_GIVEN_UP,
+        Reason.REVOKED,
+        Reason.QUEUE_TIMEOUT,
     }
 )

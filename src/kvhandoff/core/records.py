@@ -32,10 +32,20 @@ class LegRecord(msgspec.Struct, kw_only=True):
     """Prompt tokens this engine ran through the model."""
     completion_tokens: int = 0
     bytes: int = 0
-    """Bytes read or written by the transfer, used or not."""
+    """Bytes read or written by the transfer, used or not; of a push, by the decode leg's account."""
+    early_bytes: int = 0
+    """Pushed: how many of them had landed before the prompt's last chunk was computed."""
     blocks: int = 0
     descriptors: int = 0
     prefill_chunks: int = 0
+    grants: int = 0
+    """Pushed: grants given to a writer."""
+    write_chunks: int = 0
+    """Pushed: transfers that the bytes came in."""
+    first_token_reused: bool = False
+    """The token that the prefill engine sampled is the answer's first."""
+    retained_tokens: int = 0
+    """Tokens kept for the conversation's next turn."""
     reasons: list[Reason] = []
     finish_reason: str | None = None
 
@@ -50,7 +60,8 @@ class LegRecord(msgspec.Struct, kw_only=True):
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What `GET /debug/kv` shows. `total` = free + cached + used + offered + loading + quarantined."""
+    """What `GET /debug/kv` shows. `total` = free + cached + used + offered + loading + granted +
+    quarantined."""
 
     total: int
     free: int
@@ -60,9 +71,11 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     used: int
     """Held by running requests."""
     offered: int
-    """Kept for other engines under a lease."""
+    """Kept for other engines under a lease, retained ones included."""
+    retained: int = 0
+    """Those of `offered` that are kept for a conversation's next turn, and given up when memory is short."""
     loading: int
-    """Targets of transfers under way."""
+    """Targets of reads under way."""
     quarantined: int
     """Targets of given-up transfers that have no fence yet."""
     granted: int = 0

@@ -268,9 +268,9 @@ class EngineAgent:
         if leg is not None:
             leg.on_moved(moved)
         if moved.error is None:
-            self.feed(ev.TransferLanded(read))
+            self.feed(ev.ReadLanded(read))
         else:
-            self.feed(ev.TransferFailed(read, moved.error))
+            self.feed(ev.ReadFailed(read, moved.error))
 
     def _received(self, raw: bytes) -> None:
         self.feed(ev.Received(decode(raw)))

@@ -73,7 +73,8 @@ class TokenOutput:
 class PrefillStats:
     """What the engine knows of a request's prompt when its first token is out. Times in its own clock.
 
-    `prompt_tokens` = cached + transferred + computed: of a whole loaded prompt, the last token is computed.
+    `prompt_tokens` = cached + transferred + computed: of a whole loaded prompt, the last token is computed,
+    unless the token after it was reused.
     """
 
     prompt_tokens: int = 0
@@ -86,7 +87,9 @@ class PrefillStats:
     runnable_at: float = 0.0
     """For a load: when the engine thread took it up again; else admitted_at."""
     prefilled_at: float = 0.0
-    """The step that computed the last prompt token ended."""
+    """The step that computed the last prompt token ended; when the first token was reused: runnable_at."""
+    first_token_reused: bool = False
+    """The first token is what the engine that computed the prompt sampled; no step was needed for it."""
     preemptions: int = 0
 
 
@@ -103,9 +106,18 @@ class EngineRequest:
     chain: TokenChain | None = None
     """The prompt's chain; computed by the engine when None."""
     load: bool = False
-    """Decode leg: after admission ask the hooks for the KV instead of computing it."""
+    """After admission ask the hooks for the prompt's KV, or a beginning of it, instead of computing it."""
+    load_tokens: int | None = None
+    """How many leading tokens a load can bring at most; None: all of the prompt."""
+    load_gain: int = 1
+    """With fewer tokens to gain over the prefix cache, or none, the load is skipped."""
     offer: bool = False
     """Prefill leg: after the last token hand the prompt's blocks to the hooks instead of freeing them."""
+    grow: bool = False
+    """With `offer`: hand over each chunk's full blocks as soon as they are computed."""
+    retain: bool = False
+    """When it ends after its first token, other than by an error, hand the full blocks of prompt and answer
+    to the hooks."""
     stats: PrefillStats = field(default_factory=PrefillStats)
 
 
@@ -132,12 +144,38 @@ class KVHooks(Protocol):
         them through `release_blocks`; a later load_finished or load_failed for the request is ignored."""
         ...
 
-    def offered(self, request_id: str, blocks: Sequence[int]) -> None:
-        """The prompt of an `offer=True` request is computed. One reference on each of `blocks` (the prompt's,
-        in order) now belongs to the handoff side, which returns it through `release_blocks`.
+    def offer_grown(self, request_id: str, blocks: Sequence[int]) -> None:
+        """The next full blocks of a `grow=True` request are computed (or came from the prefix cache, or a
+        load). One reference on each now belongs to the handoff side, which returns it through
+        `release_blocks`."""
+        ...
+
+    def offer_abandoned(self, request_id: str) -> None:
+        """A `grow=True` request lost its blocks (it was preempted) or ended before `offered`, whether or not
+        it had grown. What was handed over stays with the handoff side. No `offer_grown` or `offered`
+        follows."""
+        ...
+
+    def offered(self, request_id: str, blocks: Sequence[int], first_token: int) -> None:
+        """The prompt of an `offer=True` request is computed, and the token after it sampled. One reference on
+        each of `blocks` (the prompt's, in order, without those of `offer_grown`) now belongs to the handoff
+        side, which returns it through `release_blocks`.
 
         Comes before the request's last `on_output`; a request that ends without it made no offer.
         """
+        ...
+
+    def retained(self, request_id: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """A `retain=True` request has ended. `blocks` are the full blocks of prompt and answer, `hashes`
+        their token chain's. One reference on each block now belongs to the handoff side, which returns it
+        through `release_blocks`. Comes before the request's last `on_output`; not at all when no block is
+        full."""
+        ...
+
+    def memory_short(self, blocks: int) -> None:
+        """This many more blocks would have to be free: for the oldest waiting request, or to leave one for
+        each request that may still grow. Blocks that are merely retained should be returned now. Called once
+        a step while that is so."""
         ...
 
 
@@ -162,8 +200,11 @@ class EngineControl(Protocol):
         """End a request wherever it is; it gets a last output with finish_reason `abort`. Unknown: no-op."""
         ...
 
-    def load_finished(self, request_id: str, tokens: int) -> None:
-        """The first `tokens` prompt tokens' KV is in the request's blocks, verified."""
+    def load_finished(self, request_id: str, tokens: int, first_token: int | None = None) -> None:
+        """The first `tokens` prompt tokens' KV is in the request's blocks, verified. `first_token`: what the
+        engine that computed the whole prompt sampled after it; given out as the answer's first token when
+        `tokens` is the whole prompt and this engine would have sampled the same (greedy or seeded, no
+        log-probabilities asked, no stop token; field case 40)."""
         ...
 
     def load_failed(self, request_id: str, reason: Reason) -> None:
@@ -171,7 +212,8 @@ class EngineControl(Protocol):
         ...
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Return the references that `offered` or a failed or abandoned load left with the handoff side."""
+        """Return the references that `offer_grown`, `offered`, `retained` or a failed or abandoned load left
+        with the handoff side."""
         ...
 
     def load(self) -> dict[str, Any]:

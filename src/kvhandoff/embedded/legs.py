@@ -21,7 +21,7 @@ from kvhandoff.core.reasons import Reason, ReasonKind
 from kvhandoff.core.records import LegRecord
 from kvhandoff.core.spans import to_spans
 from kvhandoff.embedded.api import EngineControl, EngineRequest, TokenOutput
-from kvhandoff.handoff.events import Event, Offered, ReadAllocated, ReadDropped, ReadWanted, Withdrawn
+from kvhandoff.handoff.events import Event, Offered, LoadAllocated, LoadDropped, ReadWanted, Withdrawn
 from kvhandoff.handoff.messages import OfferDescriptor
 from kvhandoff.handoff.tickets import Ticket
 from kvhandoff.transport.mover import Moved
@@ -186,7 +186,7 @@ class AgentLeg:
         self._blocks = len(self._targets)
         if self.missed is not None:  # the engine gives the targets up before the protocol frees them
             self._host.core.load_failed(request_id, self.missed)
-        self._host.feed(ReadAllocated(self.key, tuple(blocks), cached_blocks))
+        self._host.feed(LoadAllocated(self.key, tuple(blocks), cached_blocks))
 
     def on_skipped(self, request_id: str) -> None:
         """The engine's own cache holds the prompt."""
@@ -248,7 +248,7 @@ class AgentLeg:
     def _drop_read(self, *, done: bool) -> None:
         if self._read_open:
             self._read_open = False
-            self._host.feed(ReadDropped(self.key, done=done))
+            self._host.feed(LoadDropped(self.key, done=done))
 
     def _record(self, finish_reason: str | None, completion_tokens: int) -> LegRecord:
         first = self._requests[0] if self._requests else None

@@ -1,35 +1,61 @@
-"""The source's side of a pull: offers, and the claims that pin them.
+"""The source's side: offers, and the claims and grants that pin them.
 
-Rules of docs/protocol.md upheld here: *no use after free* for blocks a peer may read: `_free` is the only
-way out of the ledger, and it runs only when no claim's lease is running; *no leak*: every offer has a lease
-that ends by itself; *salts never mix*: a claim is answered by comparing chains, whose roots hold the salt.
+An offer is a prompt's blocks, kept for a handoff. That of a push grows while the prompt is computed; one that
+a turn left behind for the next one is *retained*, read any number of times, and given up when memory is
+short.
+
+Rules of docs/protocol.md upheld here: *no use after free* for blocks a peer may read or a write reads from:
+`_free` is the only way out of the ledger, and it runs only when no pin's lease is running and no write is in
+flight; *no leak*: every offer has a lease that ends by itself, or an engine that computes it; *salts never
+mix*: a claim is answered by comparing chains, whose roots hold the salt.
 
     state      event                          effect                      next
     ---------  -----------------------------  --------------------------  ---------
+    (none)     started                        -                           GROWING
     (none)     offered                        -                           OPEN
+    (none)     retained                       -                           RETAINED
     (none)     claim                          declined: offer_unknown     (none)
     (none)     withdrawn                      remember                    ENDED
-    OPEN       claim, chains share tokens     granted, pinned             CLAIMED
+    GROWING    grown                          -                           GROWING
+    GROWING    offered                        -                           OPEN
+    GROWING    claim                          declined: offer_unknown     GROWING
+    GROWING    abandoned                      end when unpinned           CLOSING or ENDED
+    GROWING    withdrawn                      end when unpinned           CLOSING or ENDED
+    OPEN       claim, chains share tokens     granted, pinned             PINNED
     OPEN       claim, no token shared         declined: chain_mismatch    OPEN
     OPEN       release, done                  free                        ENDED
     OPEN       withdrawn                      free                        ENDED
     OPEN       own lease over                 free, noted: offer_expired  ENDED
-    CLAIMED    claim                          granted, lease renewed      CLAIMED
-    CLAIMED    release, done                  end when unclaimed          CLOSING or ENDED
-    CLAIMED    release, not done              own lease starts anew       OPEN or CLAIMED
-    CLAIMED    withdrawn                      end when unclaimed          CLOSING
-    CLAIMED    last claim's lease over        noted: lease_lapsed         OPEN
+    RETAINED   claim, chains share tokens     granted, pinned             PINNED
+    RETAINED   claim, no token shared         declined: chain_mismatch    RETAINED
+    RETAINED   release                        -                           RETAINED
+    RETAINED   withdrawn                      free                        ENDED
+    RETAINED   memory short, used least       free, noted                 ENDED
+               recently                       offer_given_up
+    RETAINED   own lease or time over         free, noted: offer_expired  ENDED
+    PINNED     claim                          granted, lease renewed      PINNED
+    PINNED     release, done                  end when unpinned           CLOSING or ENDED
+    PINNED     release, not done or retained  own lease starts anew       OPEN, RETAINED or PINNED
+    PINNED     withdrawn                      end when unpinned           CLOSING
+    PINNED     memory short, retained         end when unpinned           CLOSING
+    PINNED     fixed time over                end when unpinned           CLOSING
+    PINNED     last pin's lease over          noted: lease_lapsed         OPEN or RETAINED
     CLOSING    claim of a present reader      granted, lease renewed      CLOSING
+    CLOSING    claim, given up or expired     declined: why it closes     CLOSING
     CLOSING    claim of another reader        declined: why it closes     CLOSING
-    CLOSING    last claim released or over    free                        ENDED
+    CLOSING    last pin released or over      free                        ENDED
     ENDED      claim                          declined: why it ended      ENDED
     ENDED      offered                        free                        ENDED
+    ENDED      retained                       free                        ENDED
 
-The state is what the data says: claims make it CLAIMED, `closing` makes it CLOSING, `_ended` ENDED.
-"""
+The state is what the data says: pins make it PINNED, `closing` makes it CLOSING, `_ended` ENDED. A grant pins
+an offer as a claim does, also while it grows (`writes.py`). An own lease that a use renews (`renewable`)
+starts anew with each; a `fixed` time does not. Whatever the state, a write in flight holds the blocks until
+it has ended."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,7 +63,7 @@ from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.spans import to_spans
-from kvhandoff.handoff.events import Effect, FreeBlocks, Noted, Send
+from kvhandoff.handoff.events import Effect, FreeBlocks, Noted, Offered, Retained, Retention, Send
 from kvhandoff.handoff.messages import Claim, ClaimDeclined, ClaimGranted, Release
 from kvhandoff.handoff.settings import HandoffSettings
 
@@ -45,15 +71,38 @@ Reader = tuple[Identity, HandoffKey]
 
 
 @dataclass(slots=True)
-class _Offer:
+class Pin:
+    """A claim's or a grant's hold on an offer."""
+
+    until: float
+    """When its lease ends, on the source's own clock."""
+    first_seq: int
+    """Its first claim's, or the grant's number: a release that names a smaller one came late."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """One prompt's blocks, as far as they are computed."""
+
     chain: TokenChain
     blocks: tuple[int, ...]
     expires: float
-    """On the source's own clock: when the offer ends if nobody has a claim."""
-    claims: dict[Reader, float] = field(default_factory=dict)
-    """Reader → when its claim's lease ends, on the source's own clock."""
+    """On the source's own clock: when the offer ends if nobody pins it."""
+    retention: Retention | None = None
+    first_token: int | None = None
+    cached_tokens: int = 0
+    completed_at: float | None = None
+    """None: GROWING."""
+    used_at: float = 0.0
+    pins: dict[Reader, Pin] = field(default_factory=dict)
+    writing: int = 0
+    """Writes in flight that read from its blocks."""
     closing: Reason | None = None
     """Set once no new reader is admitted: why."""
+
+    @property
+    def complete(self) -> bool:
+        return self.completed_at is not None
 
 
 class OfferLedger:
@@ -61,32 +110,107 @@ class OfferLedger:
 
     def __init__(self, settings: HandoffSettings) -> None:
         self._settings = settings
-        self._offers: dict[HandoffKey, _Offer] = {}
+        self._offers: dict[HandoffKey, Offer] = {}
         self._ended: dict[HandoffKey, Reason] = {}
 
     def blocks(self) -> list[int]:
         """Every block under an offer, once per offer that holds it."""
         return [block for offer in self._offers.values() for block in offer.blocks]
 
+    def retained(self) -> list[int]:
+        """Every block under a retained offer, once per offer that holds it."""
+        return [block for offer in self._offers.values() if offer.retention for block in offer.blocks]
+
     def __len__(self) -> int:
         return len(self._offers)
 
+    def get(self, key: HandoffKey) -> Offer | None:
+        """An offer that has not ended; for the write ledger."""
+        return self._offers.get(key)
+
+    def why_ended(self, key: HandoffKey) -> Reason | None:
+        """Why an offer ended; None for one that was never heard of, or that lives."""
+        return self._ended.get(key)
+
     def next_deadline(self) -> float | None:
         """When a lease ends next."""
-        return min((_next_end(offer) for offer in self._offers.values()), default=None)
+        ends = [end for offer in self._offers.values() if (end := _next_end(offer)) < math.inf]
+        return min(ends, default=None)
 
-    def offered(
-        self, now: float, key: HandoffKey, chain: TokenChain, blocks: tuple[int, ...]
-    ) -> list[Effect]:
-        """Keep `blocks` for readers of `chain`. Raises ValueError on a key in use or an unfit block count."""
-        if key in self._offers:
-            raise ValueError(f"offer {key} is open already")
-        if chain.n_blocks != len(blocks):
-            raise ValueError(f"offer {key}: {chain.n_blocks} blocks in the chain, {len(blocks)} given")
-        if key in self._ended:
-            return [FreeBlocks(blocks)]
-        self._offers[key] = _Offer(chain, blocks, now + self._settings.offer_lease_s)
+    # ------------------------------------------------------------------------------ the engine's events
+
+    def started(self, key: HandoffKey, chain: TokenChain) -> list[Effect]:
+        """A prompt that grows has arrived. Raises ValueError on a key in use."""
+        self._check_new(key)
+        if key not in self._ended:
+            self._offers[key] = Offer(chain, (), math.inf)
         return []
+
+    def grown(self, key: HandoffKey, blocks: tuple[int, ...]) -> list[Effect]:
+        """The next full blocks are computed."""
+        offer = self._offers.get(key)
+        if offer is None or offer.closing is not None:
+            return [FreeBlocks(blocks)]
+        if offer.complete or len(offer.blocks) + len(blocks) > offer.chain.n_blocks:
+            raise ValueError(f"offer {key}: {len(blocks)} blocks more than its chain has")
+        offer.blocks += blocks
+        return []
+
+    def offered(self, now: float, event: Offered) -> list[Effect]:
+        """Keep `blocks` for readers of `chain`. Raises ValueError on a key in use or an unfit block count."""
+        key, chain = event.offer, event.chain
+        offer = self._offers.get(key)
+        if offer is not None and (offer.complete or offer.chain != chain):
+            raise ValueError(f"offer {key} is open already, or was started with another chain")
+        before = () if offer is None else offer.blocks
+        if offer is not None and offer.closing is not None:
+            return [FreeBlocks(event.blocks)]
+        if offer is None and key in self._ended:
+            return [FreeBlocks(event.blocks)]
+        if chain.n_blocks != len(before) + len(event.blocks):
+            given = len(before) + len(event.blocks)
+            raise ValueError(f"offer {key}: {chain.n_blocks} blocks in the chain, {given} given")
+        if offer is None:
+            offer = self._offers[key] = Offer(chain, (), math.inf)
+        offer.blocks += event.blocks
+        offer.first_token, offer.cached_tokens = event.first_token, event.cached_tokens
+        offer.completed_at = now
+        offer.expires = now + self._settings.offer_lease_s
+        return []
+
+    def abandoned(self, key: HandoffKey, reason: Reason) -> list[Effect]:
+        """It will never be complete."""
+        offer = self._offers.get(key)
+        return [] if offer is None or offer.complete else self._close(key, offer, reason)
+
+    def retain(self, now: float, event: Retained) -> list[Effect]:
+        """Keep what a turn left. Raises ValueError on a key in use or an unfit block count."""
+        key, chain = event.offer, event.chain
+        self._check_new(key)
+        if chain.n_blocks != len(event.blocks) or chain.tail:
+            raise ValueError(f"offer {key}: {chain.n_tokens} tokens are not {len(event.blocks)} full blocks")
+        if key in self._ended:
+            return [FreeBlocks(event.blocks)]
+        settings = self._settings
+        fixed = event.retention == "fixed"
+        expires = now + (settings.retain_fixed_s if fixed else settings.retain_lease_s)
+        self._offers[key] = Offer(
+            chain, event.blocks, expires, retention=event.retention, completed_at=now, used_at=now
+        )
+        return []
+
+    def memory_short(self, blocks: int) -> list[Effect]:
+        """Give up retained offers, least recently used first, those that nobody reads before the others: at
+        least `blocks` blocks' worth, as far as there are."""
+        effects: list[Effect] = []
+        retained = [(key, o) for key, o in self._offers.items() if o.retention and o.closing is None]
+        for key, offer in sorted(retained, key=lambda item: (bool(item[1].pins), item[1].used_at)):
+            if blocks <= 0:
+                break
+            blocks -= len(offer.blocks)
+            effects.append(Noted(key, Reason.OFFER_GIVEN_UP, f"{len(offer.blocks)} blocks, memory is short"))
+            effects += self._close(key, offer, Reason.OFFER_GIVEN_UP)
+        return effects
 
     def withdrawn(self, key: HandoffKey) -> list[Effect]:
         """Nobody will come any more, says the router."""
@@ -97,6 +221,8 @@ class OfferLedger:
             return []
         return self._close(key, offer, Reason.OFFER_WITHDRAWN)
 
+    # --------------------------------------------------------------------------------- the peers' events
+
     def claimed(self, now: float, sender: Identity, reply_to: str, claim: Claim) -> list[Effect]:
         """Answer a claim; a granted one pins the offer for a lease that starts now."""
         effects = self.tick(now)
@@ -106,36 +232,66 @@ class OfferLedger:
             answer = ClaimDeclined(offer=claim.offer, reader=claim.reader, reason=reason)
             return [*effects, Send(reply_to, sender, answer)]
 
-        if offer is None:
+        if offer is None or not offer.complete:
             return decline(self._ended.get(claim.offer, Reason.OFFER_UNKNOWN))
-        if offer.closing is not None and reader not in offer.claims:
+        if offer.closing is not None and (reader not in offer.pins or offer.closing in _NO_RENEWAL):
             return decline(offer.closing)
         matched = offer.chain.common_tokens(claim.chain) if claim.chain.is_well_formed() else 0
         if matched == 0:
             return decline(Reason.CHAIN_MISMATCH)
-        lease = self._settings.claim_lease_s
-        offer.claims[reader] = now + lease
+        self.pin(now, offer, reader, claim.seq)
         answer = ClaimGranted(
             offer=claim.offer,
             reader=claim.reader,
             seq=claim.seq,
             matched_tokens=matched,
             spans=to_spans(offer.blocks),
-            lease_s=lease,
+            lease_s=self._settings.claim_lease_s,
         )
         return [*effects, Send(reply_to, sender, answer)]
 
     def released(self, now: float, sender: Identity, release: Release) -> list[Effect]:
         """A reader reads no more. Also right when its claim never arrived."""
-        offer = self._offers.get(release.offer)
+        offer, reader = self._offers.get(release.offer), (sender, release.reader)
         if offer is None:
             return self.tick(now)
-        had_claim = offer.claims.pop((sender, release.reader), None) is not None
-        if release.done:
+        pin = offer.pins.get(reader)
+        if pin is not None and release.seq < pin.first_seq:
+            return self.tick(now)
+        had_pin = offer.pins.pop(reader, None) is not None
+        if release.done and offer.retention is None:
             return self._close(release.offer, offer, offer.closing or Reason.OFFER_CONSUMED)
-        if had_claim:
-            offer.expires = max(offer.expires, now + self._settings.offer_lease_s)
+        if had_pin:
+            self._use(now, offer)
         return self.tick(now)
+
+    # ------------------------------------------------------------------------------- the write ledger's
+
+    def pin(self, now: float, offer: Offer, reader: Reader, seq: int) -> None:
+        """Keep an offer for one lease from now."""
+        known = offer.pins.get(reader)
+        first = seq if known is None else known.first_seq
+        offer.pins[reader] = Pin(now + self._settings.claim_lease_s, first)
+        self._use(now, offer)
+
+    def unpin(self, now: float, key: HandoffKey, reader: Reader) -> list[Effect]:
+        """A grant is over."""
+        offer = self._offers.get(key)
+        if offer is None or offer.pins.pop(reader, None) is None:
+            return []
+        self._use(now, offer)
+        return list(self._expire(now, key))
+
+    def write_began(self, key: HandoffKey) -> None:
+        """One more write reads from an offer's blocks."""
+        self._offers[key].writing += 1
+
+    def write_ended(self, now: float, key: HandoffKey) -> list[Effect]:
+        """One of them has reported."""
+        self._offers[key].writing -= 1
+        return list(self._expire(now, key))
+
+    # ----------------------------------------------------------------------------------------- the steps
 
     def tick(self, now: float) -> list[Effect]:
         """End what has run out."""
@@ -143,27 +299,38 @@ class OfferLedger:
 
     def _expire(self, now: float, key: HandoffKey) -> Iterator[Effect]:
         offer = self._offers[key]
-        for reader, until in list(offer.claims.items()):
-            if now >= until:
-                del offer.claims[reader]
+        for reader, pin in list(offer.pins.items()):
+            if now >= pin.until:
+                del offer.pins[reader]
                 detail = f"claim of {reader[0]} for {reader[1]} was neither renewed nor released"
                 yield Noted(key, Reason.LEASE_LAPSED, detail)
-        if offer.claims:
-            return
-        if offer.closing is not None:
-            yield self._free(key, offer.closing)
-        elif now >= offer.expires:
+        over = now >= offer.expires
+        if over and offer.closing is None and (not offer.pins or offer.retention == "fixed"):
             yield Noted(key, Reason.OFFER_EXPIRED, f"{len(offer.blocks)} blocks, no claim within the lease")
-            yield self._free(key, Reason.OFFER_EXPIRED)
+            offer.closing = Reason.OFFER_EXPIRED
+        if offer.closing is not None and not offer.pins and not offer.writing:
+            yield self._free(key, offer.closing)
 
-    def _close(self, key: HandoffKey, offer: _Offer, why: Reason) -> list[Effect]:
-        offer.closing = why
-        return [] if offer.claims else [self._free(key, why)]
+    def _close(self, key: HandoffKey, offer: Offer, why: Reason) -> list[Effect]:
+        offer.closing = offer.closing or why
+        return [] if offer.pins or offer.writing else [self._free(key, offer.closing)]
 
     def _free(self, key: HandoffKey, why: Reason) -> FreeBlocks:
         offer = self._offers.pop(key)
         self._remember(key, why)
         return FreeBlocks(offer.blocks)
+
+    def _use(self, now: float, offer: Offer) -> None:
+        """Its own lease starts anew, unless it grows or its time is fixed."""
+        offer.used_at = now
+        settings = self._settings
+        if offer.complete and offer.retention != "fixed":
+            lease = settings.offer_lease_s if offer.retention is None else settings.retain_lease_s
+            offer.expires = max(offer.expires, now + lease)
+
+    def _check_new(self, key: HandoffKey) -> None:
+        if key in self._offers:
+            raise ValueError(f"offer {key} is open already")
 
     def _remember(self, key: HandoffKey, why: Reason) -> None:
         self._ended[key] = why
@@ -171,5 +338,12 @@ class OfferLedger:
             del self._ended[next(iter(self._ended))]
 
 
-def _next_end(offer: _Offer) -> float:
-    return min(offer.claims.values()) if offer.claims else offer.expires
+_NO_RENEWAL = (Reason.OFFER_GIVEN_UP, Reason.OFFER_EXPIRED)
+"""Why an offer closes although its readers would go on: they are told at their next renewal."""
+
+
+def _next_end(offer: Offer) -> float:
+    ends = [pin.until for pin in offer.pins.values()]
+    if offer.closing is None and (not offer.pins or offer.retention == "fixed"):
+        ends.append(offer.expires)
+    return min(ends, default=math.inf)

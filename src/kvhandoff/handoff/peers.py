@@ -13,11 +13,12 @@
     CONNECTING  deadline                           tell who waits: unreachable  (none)
     CONNECTING  control connection broke           disconnect, tell its readers (none)
     UP          another life is wanted there       send hello                   GREETING
-    UP          wrong_epoch for its life           disconnect, tell its readers (none)
+    UP          its life is over                   disconnect, tell its readers (none)
     UP          control connection broke           disconnect, tell its readers (none)
     UP          transfer failed, none in flight    disconnect                   (none)
 
-A hello is answered with welcome or refused, whatever the state: answering keeps nothing.
+A hello is answered with welcome or refused, whatever the state: answering keeps nothing. Its sender may write
+here once it is welcome, so that the operating system is asked to tell of its end, which fences.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import msgspec
 
 from kvhandoff.core.ids import EngineId, Identity
 from kvhandoff.core.reasons import Reason
-from kvhandoff.handoff.events import ConnectPeer, DisconnectPeer, Effect, Send
+from kvhandoff.handoff.events import ConnectPeer, DisconnectPeer, Effect, Send, WatchPeer
 from kvhandoff.handoff.messages import Hello, Refused, Welcome
 from kvhandoff.handoff.settings import HandoffSettings
 
@@ -123,11 +124,12 @@ class PeerBook:
         return [self._greet(now, peer)]
 
     def greeted(self, sender: Identity, reply_to: str, hello: Hello) -> list[Effect]:
-        """Answer a peer's hello."""
+        """Answer a peer's hello. One that may write here from now on is watched."""
         difference = incompatibility(hello, self._hello)  # as the asker will read it
         if difference is not None:
             return [Send(reply_to, sender, Refused(detail=difference, nonce=hello.nonce))]
-        return [Send(reply_to, sender, Welcome(hello=self._hello, nonce=hello.nonce))]
+        welcome = Send(reply_to, sender, Welcome(hello=self._hello, nonce=hello.nonce))
+        return [WatchPeer(sender, hello.process), welcome] if hello.process else [welcome]
 
     def welcomed(self, now: float, sender: Identity, address: str, welcome: Welcome) -> Changes:
         """A life answered at `address`."""
@@ -167,11 +169,11 @@ class PeerBook:
                     self._drop(peer, Reason.HANDSHAKE_REFUSED, f"data plane: {error}", changes)
         return changes
 
-    def wrong_epoch(self, wanted: Identity) -> Changes:
-        """Another life answered a message that was for `wanted`."""
+    def over(self, life: Identity) -> Changes:
+        """A life that this engine knows is over, or its connection is: the next request greets anew."""
         changes = Changes()
-        if self._lives.get(wanted.engine_id) == wanted:
-            self._end(wanted, changes)
+        if self._lives.get(life.engine_id) == life:
+            self._end(life, changes)
         return changes
 
     def gone(self, address: str) -> Changes:
@@ -181,13 +183,6 @@ class PeerBook:
         if peer is not None and peer.identity is not None:
             self._end(peer.identity, changes)
         return changes
-
-    def lost(self, identity: Identity) -> list[Effect]:
-        """A transfer failed and none is in flight: the next request greets the peer anew."""
-        changes = Changes()
-        if self._lives.get(identity.engine_id) == identity:
-            self._end(identity, changes)
-        return changes.effects
 
     def tick(self, now: float) -> Changes:
         """Greet again what hasn't answered; give up what had its time."""

@@ -8,6 +8,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     WAITING    peer is up, life as described    send claim                 ASKED
     WAITING    peer unusable, or another life   miss                       (ended)
     WAITING    peer is up, blocks ≠ tokens      miss: bad_reference        (ended)
+    WAITING    deadline                         miss: peer_unreachable     (ended)
     ASKED      retry due                        send claim                 ASKED
     ASKED      granted                          trust until the asking     GRANTED
                                                 + lease − margin
@@ -22,8 +23,13 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     transfer   event                            effect                     next
     ---------  -------------------------------  -------------------------  --------
     NO_BLOCKS  allocated                        -                          READY
-    READY      peer is up, and digests are      post the read              POSTED
-               equal or the claim is granted
+    NO_BLOCKS  no blocks in time                miss: queue_timeout        (ended)
+    READY      peer is up, and claim granted,   post the read              POSTED
+               or digests equal and no fence
+               of an earlier read owed
+    READY      claim is granted, nothing gained miss: already_cached       (ended)
+    READY      source owes an overdue fence     miss: peer_unreachable     (ended)
+    READY      claim is granted, little gained  miss: return_too_short     (ended)
     POSTED     landed                           -                          LANDED
     POSTED     failed                           miss: transfer_failed      (ended)
     POSTED     deadline                         miss: read_timeout         (ended)
@@ -42,19 +48,20 @@ from dataclasses import dataclass, field
 
 from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import HandoffKey, Identity
-from kvhandoff.core.reasons import Reason, ReasonKind
-from kvhandoff.core.spans import coalesce, to_blocks
+from kvhandoff.core.reasons import Reason
+from kvhandoff.core.spans import Span, coalesce, to_blocks
 from kvhandoff.handoff.events import (
     Effect,
     FreeBlocks,
+    LoadAllocated,
     Loaded,
     Missed,
+    Noted,
     PostRead,
-    ReadAllocated,
     ReadWanted,
     Send,
 )
-from kvhandoff.handoff.messages import Claim, ClaimDeclined, ClaimGranted, OfferDescriptor, Release
+from kvhandoff.handoff.messages import Claim, ClaimDeclined, ClaimGranted, OfferDescriptor, OfferRef, Release
 from kvhandoff.handoff.peers import Peer, PeerBook
 from kvhandoff.handoff.settings import HandoffSettings
 
@@ -62,14 +69,19 @@ from kvhandoff.handoff.settings import HandoffSettings
 @dataclass(slots=True)
 class _Read:
     key: HandoffKey
-    descriptor: OfferDescriptor
+    offer: OfferRef
     chain: TokenChain
+    min_tokens: int
+    spans: tuple[Span, ...] | None
+    """The offer's blocks: as described, or as granted; None while neither is known."""
+    queue_deadline: float
     # claim
+    claim_deadline: float
+    """WAITING: for the handshake; ASKED: for the first answer."""
     seq: int = 0
-    """0: WAITING."""
+    """Of its last claim. 0: WAITING."""
     asked_at: dict[int, float] = field(default_factory=dict)
     """Sequence number → when that claim was sent; the lease counts from there."""
-    claim_deadline: float = 0.0
     next_claim: float = 0.0
     retry_s: float = 0.0
     matched_tokens: int | None = None
@@ -92,6 +104,16 @@ class _Read:
         return self.read_deadline is not None and self.landed_at is None
 
 
+@dataclass(slots=True)
+class _Quarantined:
+    """Targets of a read that has ended before its transfer."""
+
+    source: Identity
+    blocks: tuple[int, ...]
+    overdue_at: float
+    overdue: bool = False
+
+
 class ReadLedger:
     """All reads of one engine. Time comes in with each call, in seconds of the engine's own clock."""
 
@@ -99,9 +121,9 @@ class ReadLedger:
         self._settings = settings
         self._peers = peers
         self._reads: dict[HandoffKey, _Read] = {}
-        self._quarantine: dict[HandoffKey, tuple[int, ...]] = {}
-        self._unfenced: dict[HandoffKey, Identity] = {}
-        """Quarantined reads that timed out, and the peer that owes the fence."""
+        self._quarantine: dict[HandoffKey, _Quarantined] = {}
+        self._claims = 0
+        """Counts the claims of this engine's life: an answer to another read's never fits."""
 
     def loading(self) -> list[int]:
         """Targets of reads under way."""
@@ -109,41 +131,60 @@ class ReadLedger:
 
     def quarantined(self) -> list[int]:
         """Targets of ended reads whose transfer has no fence yet."""
-        return [block for blocks in self._quarantine.values() for block in blocks]
+        return [block for entry in self._quarantine.values() for block in entry.blocks]
+
+    def reading_from(self, peer: Identity) -> bool:
+        """Whether a transfer from this life is in flight, wanted or not."""
+        reading = any(read.in_flight and read.offer.source == peer for read in self._reads.values())
+        return reading or any(entry.source == peer for entry in self._quarantine.values())
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next."""
-        return min((time for read in self._reads.values() for time in _times(read)), default=None)
+        times = [time for read in self._reads.values() for time in _times(read)]
+        times += [entry.overdue_at for entry in self._quarantine.values() if not entry.overdue]
+        return min(times, default=None)
 
     # ------------------------------------------------------------------------------ the engine's events
 
     def wanted(self, now: float, event: ReadWanted) -> list[Effect]:
         """A request with an offer has arrived. Raises ValueError on a key in use."""
-        if event.read in self._reads or event.read in self._quarantine:
-            raise ValueError(f"read {event.read} is under way already")
-        read = _Read(event.read, event.descriptor, event.chain)
+        if event.load in self._reads or event.load in self._quarantine:
+            raise ValueError(f"read {event.load} is under way already")
+        spans = event.offer.spans if isinstance(event.offer, OfferDescriptor) else None
+        settings = self._settings
+        read = _Read(
+            event.load,
+            event.offer,
+            event.chain,
+            event.min_tokens,
+            spans,
+            queue_deadline=now + settings.queue_s,
+            claim_deadline=now + 2 * settings.handshake_s,  # the data plane's part of it counts anew
+        )
         self._reads[read.key] = read
-        source = read.descriptor.source
-        if source in self._unfenced.values():
-            detail = f"an earlier read from {source} timed out and has no fence yet"
-            return self._miss(read, Reason.PEER_UNREACHABLE, detail)
-        if self._peers.up(read.descriptor.control_address, source) is None:
+        source = read.offer.source
+        if self._owes_fence(source):
+            return self._miss(now, read, Reason.PEER_UNREACHABLE, f"{source} owes the fence of another read")
+        if self._peers.up(read.offer.control_address, source) is None:
             return self._greet(now, read)
         return self._ask(now, read)
 
-    def allocated(self, now: float, event: ReadAllocated) -> list[Effect]:
-        """The engine has blocks for the prompt; a read that has ended meanwhile needs none."""
-        read = self._reads.get(event.read)
+    def allocated(self, now: float, event: LoadAllocated) -> list[Effect]:
+        """The engine has blocks for the prompt; a read that has ended meanwhile needs none. Raises ValueError
+        when it had some already, or the wrong number."""
+        read = self._reads.get(event.load)
         if read is None:
             targets = event.blocks[event.cached_blocks :]
             return [FreeBlocks(targets)] if targets else []
+        if read.blocks is not None or len(event.blocks) != read.chain.n_blocks:
+            raise ValueError(f"load {read.key}: {len(event.blocks)} blocks, {read.blocks} before")
         read.blocks, read.cached_blocks = event.blocks, event.cached_blocks
         return self._post(now, read)
 
-    def dropped(self, key: HandoffKey, *, done: bool) -> list[Effect]:
+    def dropped(self, now: float, key: HandoffKey, *, done: bool) -> list[Effect]:
         """The request ended, or needs no KV."""
         read = self._reads.pop(key, None)
-        return [] if read is None else [*self._let_go(read), self._release(read, done=done)]
+        return [] if read is None else [*self._let_go(now, read), self._release(read, done=done)]
 
     def landed(self, now: float, key: HandoffKey) -> list[Effect]:
         """The fence of a transfer that went well."""
@@ -151,7 +192,7 @@ class ReadLedger:
         if read is None or not read.in_flight:
             return self._fenced(key)
         read.landed_at = now
-        return self._resolve(read)
+        return self._resolve(now, read)
 
     def failed(self, now: float, key: HandoffKey, error: str) -> list[Effect]:
         """The fence of a transfer that did not."""
@@ -159,12 +200,7 @@ class ReadLedger:
         if read is None or not read.in_flight:
             return self._fenced(key)
         read.read_deadline = None
-        source = read.descriptor.source
-        effects = self._miss(read, Reason.TRANSFER_FAILED, f"from {source}: {error}")
-        if not any(other.in_flight and other.descriptor.source == source for other in self._reads.values()):
-            effects += self._peers.lost(source)
-            effects += self.peer_ended(now, source, Reason.PEER_LOST)
-        return effects
+        return self._miss(now, read, Reason.TRANSFER_FAILED, f"from {read.offer.source}: {error}")
 
     # --------------------------------------------------------------------------------- the peer's events
 
@@ -172,21 +208,25 @@ class ReadLedger:
         """The handshake is complete: claim and read what waited for it."""
         effects: list[Effect] = []
         for read in self._unposted(peer.address):
-            if read.descriptor.source == peer.identity:
+            if read.offer.source == peer.identity:
                 effects += self._ask(now, read) if read.seq == 0 else self._post(now, read)
             else:
-                detail = f"offered by {read.descriptor.source}, {peer.identity} answers at {peer.address}"
-                effects += self._miss(read, Reason.EPOCH_CHANGED, detail)
+                detail = f"offered by {read.offer.source}, {peer.identity} answers at {peer.address}"
+                effects += self._miss(now, read, Reason.EPOCH_CHANGED, detail)
         return effects
 
-    def peer_unusable(self, address: str, reason: Reason, detail: str) -> list[Effect]:
+    def peer_unusable(self, now: float, address: str, reason: Reason, detail: str) -> list[Effect]:
         """No handshake with whoever is at `address`."""
-        return [effect for read in self._unposted(address) for effect in self._miss(read, reason, detail)]
+        return [e for read in self._unposted(address) for e in self._miss(now, read, reason, detail)]
 
     def peer_ended(self, now: float, life: Identity, reason: Reason) -> list[Effect]:
         """Nothing more will come from the source of these reads."""
-        reads = [read for read in self._reads.values() if read.descriptor.source == life]
-        effects = [effect for read in reads for effect in self._miss(read, reason, f"{life} is gone")]
+        reads = [read for read in self._reads.values() if read.offer.source == life]
+        effects = [
+            effect
+            for read in reads
+            for effect in self._miss(now, read, reason, f"{life} is gone", tell=False)
+        ]
         # Its handshake may be the one that reads from the life after it wait for.
         for read in self._reads.values():
             if read.read_deadline is None:
@@ -196,11 +236,14 @@ class ReadLedger:
     def granted(self, now: float, sender: Identity, answer: ClaimGranted) -> list[Effect]:
         """The offer stands for `matched_tokens` of the request and is pinned."""
         read = self._reads.get(answer.reader)
-        if read is None or sender != read.descriptor.source or answer.seq not in read.asked_at:
+        if read is None or sender != read.offer.source or answer.seq not in read.asked_at:
             return []
-        if answer.spans != read.descriptor.spans:
-            detail = f"described as blocks {read.descriptor.spans}, {sender} has {answer.spans}"
-            return self._miss(read, Reason.BAD_REFERENCE, detail)
+        if answer.offer != read.offer.key:
+            return []
+        if read.spans not in (None, answer.spans):
+            detail = f"described as blocks {read.spans}, {sender} has {answer.spans}"
+            return self._miss(now, read, Reason.BAD_REFERENCE, detail)
+        read.spans = answer.spans
         asked_at = read.asked_at[answer.seq]
         read.asked_at = {seq: at for seq, at in read.asked_at.items() if seq > answer.seq}
         known = read.chain.n_tokens if read.matched_tokens is None else read.matched_tokens
@@ -208,134 +251,162 @@ class ReadLedger:
         read.trust_until = max(read.trust_until, asked_at + answer.lease_s * (1 - self._settings.margin))
         read.next_claim = asked_at + answer.lease_s / 3
         read.retry_s = self._settings.retry_s
-        return [*self._post(now, read), *self._resolve(read)]
+        return [*self._post(now, read), *self._resolve(now, read)]
 
-    def declined(self, sender: Identity, answer: ClaimDeclined) -> list[Effect]:
+    def declined(self, now: float, sender: Identity, answer: ClaimDeclined) -> list[Effect]:
         """The offer is gone, or never stood for this request."""
         read = self._reads.get(answer.reader)
-        if read is None or sender != read.descriptor.source:
+        if read is None or (sender, answer.offer) != (read.offer.source, read.offer.key):
             return []
-        return self._miss(read, answer.reason, f"declined by {sender}")
+        return self._miss(now, read, answer.reason, f"declined by {sender}", tell=False)
 
     def tick(self, now: float) -> list[Effect]:
         """Send again, renew, give up: whatever is due."""
-        return [effect for read in list(self._reads.values()) for effect in self._expire(now, read)]
+        effects = [effect for read in list(self._reads.values()) for effect in self._expire(now, read)]
+        for key, entry in self._quarantine.items():
+            if not entry.overdue and now >= entry.overdue_at:
+                entry.overdue = True
+                detail = f"{len(entry.blocks)} blocks, from {entry.source}"
+                effects.append(Noted(key, Reason.FENCE_OVERDUE, detail))
+        return effects
 
     # ----------------------------------------------------------------------------------------- the steps
 
     def _ask(self, now: float, read: _Read) -> list[Effect]:
         """Claim and read from a peer that is up: its blocks are as large as this engine's."""
-        described, n_tokens = sum(count for _, count in read.descriptor.spans), read.descriptor.n_tokens
-        if described != -(-n_tokens // read.chain.block_size):
-            return self._miss(read, Reason.BAD_REFERENCE, f"{described} blocks for {n_tokens} tokens")
+        if isinstance(read.offer, OfferDescriptor):
+            described, n_tokens = sum(count for _, count in read.offer.spans), read.offer.n_tokens
+            if described != -(-n_tokens // read.chain.block_size):
+                return self._miss(
+                    now, read, Reason.BAD_REFERENCE, f"{described} blocks for {n_tokens} tokens"
+                )
         read.claim_deadline = now + self._settings.claim_s
         read.retry_s = self._settings.retry_s
         return [self._claim(now, read), *self._post(now, read)]
 
     def _claim(self, now: float, read: _Read) -> Send:
-        read.seq += 1
+        self._claims += 1
+        read.seq = self._claims
         read.asked_at[read.seq] = now
         read.next_claim = now + read.retry_s
         read.retry_s *= 2
-        claim = Claim(offer=read.descriptor.key, reader=read.key, chain=read.chain, seq=read.seq)
-        return Send(read.descriptor.control_address, read.descriptor.source, claim)
+        claim = Claim(offer=read.offer.key, reader=read.key, chain=read.chain, seq=read.seq)
+        return Send(read.offer.control_address, read.offer.source, claim)
 
     def _post(self, now: float, read: _Read) -> list[Effect]:
         """Post once there are blocks and a peer; before the grant only if digests promise a full match."""
-        descriptor = read.descriptor
+        offer, spans = read.offer, read.spans
         if read.blocks is None or read.read_deadline is not None:
             return []
-        peer = self._peers.up(descriptor.control_address, descriptor.source)
+        peer = self._peers.up(offer.control_address, offer.source)
         if peer is None:
             return self._greet(now, read)
-        if read.matched_tokens is None and descriptor.digest != read.chain.digest():
+        if self._owes_fence(offer.source):
+            detail = f"{offer.source} owes the fence of another read"
+            return self._miss(now, read, Reason.PEER_UNREACHABLE, detail)
+        if read.matched_tokens is None and not self._may_begin(read):
             return []
-        if any(
-            first < 0 or count < 1 or first + count > peer.num_blocks for first, count in descriptor.spans
-        ):
-            detail = f"{descriptor.spans} is not within the {peer.num_blocks} blocks of {descriptor.source}"
-            return self._miss(read, Reason.BAD_REFERENCE, detail)
+        assert spans is not None, "described or granted"
+        if any(first < 0 or count < 1 or first + count > peer.num_blocks for first, count in spans):
+            detail = f"{spans} is not within the {peer.num_blocks} blocks of {offer.source}"
+            return self._miss(now, read, Reason.BAD_REFERENCE, detail)
         tokens = read.chain.n_tokens if read.matched_tokens is None else read.matched_tokens
-        end = min(-(-tokens // read.chain.block_size), len(read.blocks))
-        remote = to_blocks(descriptor.spans)[read.cached_blocks : end]
-        if not remote:
-            return self._miss(
-                read, Reason.CHAIN_MISMATCH, f"{read.cached_blocks} blocks are cached here already"
-            )
+        gained = tokens - read.cached_blocks * read.chain.block_size
+        if gained < read.min_tokens:
+            detail = f"{tokens} of {read.chain.n_tokens} tokens match, {gained} more than are cached here"
+            reason = Reason.ALREADY_CACHED if gained < 1 else Reason.RETURN_TOO_SHORT
+            return self._miss(now, read, reason, detail)
+        end = -(-tokens // read.chain.block_size)
+        remote = to_blocks(spans)[read.cached_blocks : end]
+        if len(remote) < end - read.cached_blocks:
+            return self._miss(now, read, Reason.BAD_REFERENCE, f"{spans} for {tokens} tokens")
         read.read_deadline = now + self._settings.read_s
-        copies = coalesce(remote, read.blocks[read.cached_blocks : read.cached_blocks + len(remote)])
-        return [PostRead(read.key, descriptor.source, tuple(copies))]
+        copies = coalesce(remote, read.blocks[read.cached_blocks : end])
+        return [PostRead(read.key, offer.source, tuple(copies))]
 
-    def _resolve(self, read: _Read) -> list[Effect]:
+    def _resolve(self, now: float, read: _Read) -> list[Effect]:
         """Right KV or none: the chain has matched, and the bytes came while the claim was trusted."""
         if read.matched_tokens is None or read.landed_at is None:
             return []
         if read.landed_at > read.trust_until:
             late = read.landed_at - read.trust_until
             return self._miss(
-                read, Reason.LEASE_LAPSED, f"the bytes came {late:.3f} s after the claim's lease"
+                now, read, Reason.LEASE_LAPSED, f"the bytes came {late:.3f} s after the claim's lease"
             )
         if read.matched_tokens <= read.cached_blocks * read.chain.block_size:
             detail = f"{read.matched_tokens} of {read.chain.n_tokens} tokens match, as many are cached here"
-            return self._miss(read, Reason.CHAIN_MISMATCH, detail)
+            return self._miss(now, read, Reason.ALREADY_CACHED, detail)
         del self._reads[read.key]
         return [Loaded(read.key, read.matched_tokens), self._release(read, done=True)]
 
     def _expire(self, now: float, read: _Read) -> list[Effect]:
         if read.in_flight and now >= (read.read_deadline or 0.0):
-            self._unfenced[read.key] = read.descriptor.source
-            detail = f"not landed within {self._settings.read_s} s, from {read.descriptor.source}"
-            return self._miss(read, Reason.READ_TIMEOUT, detail)
-        if read.seq == 0:
-            return []  # the handshake has the deadline
+            detail = f"not landed within {self._settings.read_s} s, from {read.offer.source}"
+            return self._miss(now, read, Reason.READ_TIMEOUT, detail)
         if read.matched_tokens is None and now >= read.claim_deadline:
-            detail = f"no answer from {read.descriptor.source} within {self._settings.claim_s} s"
-            return self._miss(read, Reason.CLAIM_TIMEOUT, detail)
+            reason = Reason.CLAIM_TIMEOUT if read.seq else Reason.PEER_UNREACHABLE
+            return self._miss(now, read, reason, f"no answer from {read.offer.source} in time")
+        if read.seq == 0:
+            return []
+        if read.blocks is None and now >= read.queue_deadline:
+            detail = f"no blocks within {self._settings.queue_s} s"
+            return self._miss(now, read, Reason.QUEUE_TIMEOUT, detail)
         if read.matched_tokens is not None and now >= read.trust_until:
-            return self._miss(read, Reason.LEASE_LAPSED, f"{read.descriptor.source} did not renew the claim")
+            return self._miss(now, read, Reason.LEASE_LAPSED, f"{read.offer.source} did not renew the claim")
         return [self._claim(now, read)] if now >= read.next_claim else []
 
-    def _miss(self, read: _Read, reason: Reason, detail: str) -> list[Effect]:
+    def _miss(
+        self, now: float, read: _Read, reason: Reason, detail: str, *, tell: bool = True
+    ) -> list[Effect]:
         """Nothing can be used. The request hears of it before its target blocks are freed: until then they
-        are its own. The source is told, unless it said so itself."""
+        are its own. The source is told, unless it said so itself or is gone."""
         del self._reads[read.key]
-        effects = [Missed(read.key, reason, detail), *self._let_go(read)]
-        if reason.kind is not ReasonKind.DECLINE:
-            effects.append(self._release(read, done=True))
-        return effects
+        effects = [Missed(read.key, reason, detail), *self._let_go(now, read)]
+        return [*effects, self._release(read, done=True)] if tell else effects
 
-    def _let_go(self, read: _Read) -> list[Effect]:
+    def _let_go(self, now: float, read: _Read) -> list[Effect]:
         """No use after free: targets of a transfer in flight wait for its fence."""
         if not read.targets:
             return []
         if read.in_flight:
-            self._quarantine[read.key] = read.targets
+            overdue_at = now + self._settings.fence_s
+            self._quarantine[read.key] = _Quarantined(read.offer.source, read.targets, overdue_at)
             return []
         return [FreeBlocks(read.targets)]
 
     def _fenced(self, key: HandoffKey) -> list[Effect]:
-        self._unfenced.pop(key, None)
-        blocks = self._quarantine.pop(key, None)
-        return [] if blocks is None else [FreeBlocks(blocks)]
+        entry = self._quarantine.pop(key, None)
+        return [] if entry is None else [FreeBlocks(entry.blocks)]
+
+    def _may_begin(self, read: _Read) -> bool:
+        """Before the claim is answered only what is described as the request's own chain is worth a read, and
+        only from a source that owes nothing: one that is silent would get ever more blocks."""
+        promised = isinstance(read.offer, OfferDescriptor) and read.offer.digest == read.chain.digest()
+        return promised and not any(e.source == read.offer.source for e in self._quarantine.values())
+
+    def _owes_fence(self, source: Identity) -> bool:
+        return any(entry.overdue and entry.source == source for entry in self._quarantine.values())
 
     def _release(self, read: _Read, *, done: bool) -> Send:
-        release = Release(offer=read.descriptor.key, reader=read.key, done=done)
-        return Send(read.descriptor.control_address, read.descriptor.source, release)
+        release = Release(offer=read.offer.key, reader=read.key, seq=read.seq, done=done)
+        return Send(read.offer.control_address, read.offer.source, release)
 
     def _greet(self, now: float, read: _Read) -> list[Effect]:
         """No read waits for a peer without a handshake under way, which has a deadline."""
-        return self._peers.wanted(now, read.descriptor.control_address, read.descriptor.source)
+        return self._peers.wanted(now, read.offer.control_address, read.offer.source)
 
     def _unposted(self, address: str) -> list[_Read]:
         reads = self._reads.values()
-        return [r for r in reads if r.read_deadline is None and r.descriptor.control_address == address]
+        return [r for r in reads if r.read_deadline is None and r.offer.control_address == address]
 
 
 def _times(read: _Read) -> list[float]:
     """When each deadline of a read falls due."""
-    times = [read.read_deadline] if read.in_flight and read.read_deadline is not None else []
+    times = [read.claim_deadline if read.matched_tokens is None else read.trust_until]
+    if read.in_flight and read.read_deadline is not None:
+        times.append(read.read_deadline)
     if read.seq:
-        times.append(
-            min(read.next_claim, read.claim_deadline if read.matched_tokens is None else read.trust_until)
-        )
+        times.append(read.next_claim)
+    if read.blocks is None:
+        times.append(read.queue_deadline)
     return times

@@ -16,7 +16,8 @@ import msgspec
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import HandoffKey, Identity
-from kvhandoff.handoff.messages import OfferDescriptor
+from kvhandoff.handoff.events import Retention
+from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 
 MissPolicy = Literal["recompute", "error"]
 
@@ -34,7 +35,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """From the authenticated tenant and the client's own `cache_salt`; it overrides any in the body."""
     offer: OfferDescriptor | None = None
-    """Decode leg: what to claim."""
+    """Decode leg, pulled: what to claim."""
+    push_from: OfferRef | None = None
+    """Decode leg, pushed: the offer whose source is to write."""
+    push: bool = False
+    """Prefill leg: a decode engine will grant blocks to be written while the prompt is computed. Its control
+    address is in `peers`, to connect to ahead of that."""
+    history: HistoryRef | None = None
+    """Prefill or local leg: a retained offer that may hold the beginning of the prompt."""
+    retain: Retention | None = None
+    """Decode or local leg: keep what the turn computed, under this ticket's key, for the next one."""
     on_miss: MissPolicy = "recompute"
     """Decode leg: what to do when the offer can't be used."""
     peers: tuple[str, ...] = ()
