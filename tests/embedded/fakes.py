@@ -98,7 +98,16 @@ class FakeHooks:
         """Loads that failed or were abandoned; bytes may still land in their blocks."""
         self.fenced: list[str] = []
         """Those whose blocks were returned."""
+        self.growing: dict[str, list[int]] = {}
+        """The blocks of growing offers that are neither complete nor abandoned."""
         self.offers: dict[str, list[int]] = {}
+        """The blocks of complete offers."""
+        self.first_tokens: dict[str, int] = {}
+        self.abandoned: dict[str, list[int]] = {}
+        """The blocks of abandoned offers."""
+        self.turns: dict[str, tuple[list[bytes], list[int]]] = {}
+        """What was retained: hashes and blocks."""
+        self.shortages: list[int] = []
 
     def load_allocated(self, request_id: str, blocks: Sequence[int], cached_blocks: int) -> None:
         self.calls.append(("load_allocated", request_id))
@@ -119,9 +128,31 @@ class FakeHooks:
         if request_id not in [*self.unfenced, *self.fenced]:
             self.unfenced.append(request_id)
 
-    def offered(self, request_id: str, blocks: Sequence[int]) -> None:
+    def offer_grown(self, request_id: str, blocks: Sequence[int]) -> None:
+        self.calls.append(("offer_grown", request_id))
+        assert blocks
+        assert request_id not in [*self.offers, *self.abandoned]
+        self.growing.setdefault(request_id, []).extend(blocks)
+
+    def offer_abandoned(self, request_id: str) -> None:
+        self.calls.append(("offer_abandoned", request_id))
+        assert request_id not in [*self.offers, *self.abandoned]
+        self.abandoned[request_id] = self.growing.pop(request_id, [])
+
+    def offered(self, request_id: str, blocks: Sequence[int], first_token: int) -> None:
         self.calls.append(("offered", request_id))
-        self.offers[request_id] = list(blocks)
+        assert request_id not in [*self.offers, *self.abandoned]
+        self.offers[request_id] = [*self.growing.pop(request_id, []), *blocks]
+        self.first_tokens[request_id] = first_token
+
+    def retained(self, request_id: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        self.calls.append(("retained", request_id))
+        assert len(hashes) == len(blocks) > 0
+        self.turns[request_id] = list(hashes), list(blocks)
+
+    def memory_short(self, blocks: int) -> None:
+        assert blocks > 0
+        self.shortages.append(blocks)
 
 
 class Client:
@@ -169,13 +200,29 @@ class Bench:
         *,
         salt: str = "",
         load: bool = False,
+        load_tokens: int | None = None,
+        load_gain: int = 1,
         offer: bool = False,
+        grow: bool = False,
+        retain: bool = False,
         **params: object,
     ) -> Client:
         """Queue a greedy request, unless `params` say otherwise."""
         client = Client(request_id, self.hooks.calls)
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
-        request = EngineRequest(request_id, prompt, sampling, client, cache_salt=salt, load=load, offer=offer)
+        request = EngineRequest(
+            request_id,
+            prompt,
+            sampling,
+            client,
+            cache_salt=salt,
+            load=load,
+            load_tokens=load_tokens,
+            load_gain=load_gain,
+            offer=offer,
+            grow=grow,
+            retain=retain,
+        )
         self.core.submit(request)
         self.requests[request_id] = request
         self.clients.append(client)
@@ -188,14 +235,14 @@ class Bench:
                 return
         raise AssertionError(f"still busy after {most} steps")
 
-    def land(self, request_id: str, tokens: int | None = None) -> None:
+    def land(self, request_id: str, tokens: int | None = None, *, first_token: int | None = None) -> None:
         """The awaited blocks get the prompt's KV, as a verified transfer would bring it."""
         prompt = self.requests[request_id].prompt_token_ids
         tokens = len(prompt) if tokens is None else tokens
         self.scribble(request_id, prompt[:tokens])
         if request_id in self.hooks.awaited:
             self.hooks.awaited.remove(request_id)
-        self.core.load_finished(request_id, tokens)
+        self.core.load_finished(request_id, tokens, first_token)
 
     def fail_load(self, request_id: str) -> None:
         self.hooks.gave_up(request_id)

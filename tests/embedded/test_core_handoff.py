@@ -105,9 +105,9 @@ def test_a_preempted_loaded_request_is_recomputed_and_not_loaded_again():
     a = bench.submit("a", prompt_of(16, 1), 4, load=True, ignore_eos=True)
     bench.run()
     b = bench.submit("b", prompt_of(11, 2), 9, load=True, ignore_eos=True)
-    bench.core._scheduler._has_room = lambda state, cached: True  # type: ignore[method-assign]
+    bench.core._scheduler._missing = lambda state, cached: 0  # type: ignore[method-assign]
     bench.run()
-    del bench.core._scheduler._has_room
+    del bench.core._scheduler._missing
     assert set(bench.hooks.loads) == {"a", "b"}
     bench.land("a")
     bench.run()

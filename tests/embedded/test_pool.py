@@ -96,11 +96,13 @@ def test_matched_idle_blocks_do_not_count_as_allocatable():
     pool = BlockPool(4, 16)
     blocks = filled(pool, "ab")
     pool.release(blocks)
+    assert pool.available() == 4
+    assert pool.available(keeping=blocks) == 2
     assert pool.can_allocate(4)
-    assert pool.can_allocate(2, keeping=blocks)
-    assert not pool.can_allocate(3, keeping=blocks)
     pool.retain(blocks)
-    assert pool.can_allocate(2, keeping=blocks)
+    assert pool.available(keeping=blocks) == 2
+    assert pool.can_allocate(2)
+    assert not pool.can_allocate(3)
 
 
 def test_equal_content_is_published_once():
@@ -152,7 +154,7 @@ def test_no_block_is_lost_or_shared_by_two_contents(actions: list[tuple[str, int
     held: list[tuple[str, list[int]]] = []
     for text, action in actions:
         missing = len(text) - len(pool.match(hashes(text)))
-        if action and pool.can_allocate(missing, keeping=pool.match(hashes(text))):
+        if action and missing <= pool.available(keeping=pool.match(hashes(text))):
             held.append((text, filled(pool, text)))
         elif held:
             pool.release(held.pop(len(held) // 2)[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded.api import EngineRequest, SamplingParams
 from kvhandoff.embedded.pool import BlockPool
-from kvhandoff.embedded.scheduler import Plan, RequestState, Scheduler, Stage
+from kvhandoff.embedded.request_state import RequestState, Stage
+from kvhandoff.embedded.scheduler import Plan, Scheduler
 
 B = 4
 ROOT = b"root"
@@ -30,8 +32,8 @@ class Steps:
         prompt: int | Sequence[int],
         max_tokens: int = 8,
         *,
-        load: bool = False,
         prompt_logprobs: int | None = None,
+        **options: Any,
     ) -> RequestState:
         """`prompt`: token ids, or how many tokens that nobody else has."""
         if isinstance(prompt, int):
@@ -41,7 +43,7 @@ class Steps:
             prompt,
             SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
             on_output=lambda output: None,
-            load=load,
+            **options,
         )
         return self.scheduler.add(request, ROOT, TokenChain.of(ROOT, B, prompt))
 
@@ -229,6 +231,30 @@ def test_a_load_that_could_bring_nothing_is_skipped(length: int, skipped: bool):
     assert (plan.skipped, plan.loading) == (([b], []) if skipped else ([], [b]))
 
 
+@pytest.mark.parametrize(
+    ("load_tokens", "load_gain", "skipped"),
+    [
+        (None, 12, False),  # 21 tokens, 8 cached, the last one computed in any case
+        (None, 13, True),
+        (21, 12, False),
+        (21, 13, True),
+        (16, 8, False),
+        (16, 9, True),
+        (8, 1, True),
+        (9, 1, False),
+        (0, 1, True),
+        (8, 0, True),  # nothing to gain is no gain
+    ],
+)
+def test_a_load_that_gains_too_little_is_skipped(load_tokens: int | None, load_gain: int, skipped: bool):
+    steps = Steps()
+    steps.scheduler.end(_computed(steps, "a", [5] * 9))
+    b = steps.add("b", [5] * 9 + [6] * 12, load=True, load_tokens=load_tokens, load_gain=load_gain)
+    plan = steps.plan_only()
+    assert (plan.skipped, plan.loading) == (([b], []) if skipped else ([], [b]))
+    assert b.request.stats.cached_tokens == 8
+
+
 def test_a_prompt_of_one_token_and_one_with_prompt_logprobs_skip_their_loads():
     steps = Steps()
     states = [steps.add("a", 1, load=True), steps.add("b", 9, load=True, prompt_logprobs=0)]
@@ -344,10 +370,10 @@ def test_two_loads_that_fill_the_pool_do_not_lock_each_other():
     steps.plan()
     # The reserve alone would hold b back; take it away, as an offer that ended in between does.
     b = steps.add("b", 12, max_tokens=3, load=True)
-    steps.scheduler._has_room = lambda state, cached: True  # type: ignore[method-assign]
+    steps.scheduler._missing = lambda state, cached: 0  # type: ignore[method-assign]
     steps.plan()
     assert (a.stage, b.stage, steps.pool.free) == (Stage.LOADING, Stage.LOADING, 0)
-    del steps.scheduler._has_room
+    del steps.scheduler._missing
     steps.scheduler.load_finished(a, 16, now=5.0)
     assert steps.plan() == {"a": 1}
     assert steps.plan() == {}  # a needs a fifth block; b's load holds the rest, and it will end
@@ -385,6 +411,65 @@ def test_an_abandoned_load_gives_back_what_was_cached_and_lends_the_rest():
     steps.scheduler.end(b)
     assert sorted(steps.scheduler.lent) == awaited
     assert steps.pool.used == 2
+
+
+# -- short of blocks -------------------------------------------------------------------------------------
+
+
+def test_the_oldest_waiting_request_says_how_many_blocks_it_lacks():
+    steps = Steps(num_blocks=8)
+    steps.pool.allocate(2)  # the handoff side's
+    a = steps.add("a", 12, max_tokens=2)
+    assert steps.plan_only().short == 0
+    steps.add("b", 16, max_tokens=1)  # four blocks, and one for a's next token; three are left
+    steps.add("c", 28, max_tokens=1)  # needs more, but is not the oldest
+    assert steps.plan_only().short == 2
+    steps.scheduler.end(a)
+    assert steps.plan_only().short == 5  # of six, b takes four; c needs seven
+
+
+def test_the_cached_prefix_counts_for_the_waiting_request():
+    steps = Steps(num_blocks=8)
+    first = _computed(steps, "x", [5] * 9)
+    steps.scheduler.retain(first)
+    steps.scheduler.end(first)
+    steps.pool.allocate(5)
+    steps.add("b", [5] * 16, max_tokens=1)  # two of its four blocks are there; one is free
+    assert steps.plan_only().short == 1
+
+
+@pytest.mark.parametrize("why", ["places", "budget"])
+def test_a_request_that_waits_for_something_else_lacks_no_blocks(why: str):
+    steps = Steps(num_blocks=8, max_num_seqs=1 if why == "places" else 2, max_step_tokens=4)
+    steps.add("a", 8, max_tokens=1)
+    steps.add("b", 31, max_tokens=1)
+    assert steps.plan_only().short == 0
+
+
+def test_running_requests_lack_blocks_before_they_need_them():
+    steps = Steps(num_blocks=6)
+    retained = steps.pool.allocate(2)
+    a = steps.add("a", 4, max_tokens=8)  # three blocks in the end
+    b = steps.add("b", 3, max_tokens=6)  # two
+    shorts = []
+    while b.generated < 6:
+        plan = steps.plan_only()
+        shorts.append(plan.short)
+        for chunk in plan.chunks:
+            steps.scheduler.advance(chunk.state, chunk.count)
+            steps.scheduler.append(chunk.state, 7)
+        if plan.short:
+            steps.pool.release(retained)  # takes effect after the step that was short, and is in time
+            retained = []
+    # The step in which a takes its second block leaves one for two that may still grow.
+    assert shorts == [0, 1, 0, 0, 0, 0]
+    assert (a.request.stats.preemptions, b.request.stats.preemptions) == (0, 0)
+
+
+def test_requests_that_can_not_grow_lack_nothing():
+    steps = Steps(num_blocks=2)
+    steps.add("a", 8, max_tokens=1)
+    assert [steps.plan_only().short for _ in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("named", ["max_num_seqs", "max_step_tokens"])

@@ -8,14 +8,16 @@ boundary, in whatever stage the request is: waiting, loading, inside its prompt,
 
 - *The running request* holds one reference on each of its blocks, from admission until it ends or is
   preempted. It writes only behind the tokens it has: never to a published block, nor to what an offer covers.
-- *The handoff side* holds references in three cases, and returns them through `release_blocks`. An offer: one
-  on each block of the prompt, taken before the request that computed it gives up its own. A load under way:
-  the request's own references on the awaited blocks, which become the request's again with `load_finished`.
-  A load that failed, or whose request ended meanwhile: those same references, until its fence. The engine
-  never takes them back by itself, and no timeout of the engine's does: only the handoff side knows the fence.
+- *The handoff side* holds references in four cases, and returns them through `release_blocks`. An offer: one
+  on each block of the prompt, taken before the request that computed it gives up its own; of a growing offer
+  block by block, and those stay lent when the rest is not offered any more. A retained turn: one on each full
+  block, taken before the request's end. A load under way: the request's own references on the awaited blocks,
+  which become the request's again with `load_finished`. A load that failed, or whose request ended meanwhile:
+  those same references, until its fence. The engine never takes any of them back by itself, and no timeout of
+  the engine's does: only the handoff side knows the fence. It only tells when it is short of blocks.
 - *The prefix cache* holds no references. A full block is published once every token in it has been computed
   here, or loaded and verified; the block with the last prompt token only after the step that computed that
-  token. A published block without references keeps its content until an allocation takes it.
+  token, if one does. A published block without references keeps its content until an allocation takes it.
 
 So after the last request has ended and the handoff side has returned what it held, every block is free or
 cached: the pool is at its baseline.
@@ -41,8 +43,9 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.embedded.api import EngineRequest, KVHooks, ModelRunner, TokenOutput
 from kvhandoff.embedded.limits import check_request
 from kvhandoff.embedded.pool import BlockPool
-from kvhandoff.embedded.scheduler import RequestState, Scheduler, Stage
-from kvhandoff.embedded.stepper import Stepper
+from kvhandoff.embedded.request_state import RequestState, Stage
+from kvhandoff.embedded.scheduler import Plan, Scheduler
+from kvhandoff.embedded.stepper import Stepper, StepResults
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class EngineCore:
 
     `start` runs it on its own thread; without, whoever calls `step` is the engine thread (tests do).
     `num_blocks` is the number of blocks in the runner's memory. `hooks` may be set later, but before the
-    first request with a load or an offer. Raises ConfigError for bounds that are not positive.
+    first request that needs them. Raises ConfigError for bounds that are not positive.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class EngineCore:
         # Guarded by _wake, since other threads use them:
         self._inbox: deque[Callable[[], None]] = deque()
         self._live: dict[str, EngineRequest] = {}  # until the last output is given out
+        self._growing: set[str] = set()  # whose growing offer is neither complete nor abandoned
         self._queued = 0  # submits in the inbox
         self._closing = self._failed = False
         self._counts: dict[str, int] = {}
@@ -102,10 +106,15 @@ class EngineCore:
 
         Raises RequestError: 400 for parameters out of range, an empty prompt, unknown token ids or a request
         that is too long; 503 when the engine has stopped. Raises EngineFault for what only a caller's mistake
-        can bring: an id in use, a load or an offer without hooks, a chain that is not the prompt's.
+        can bring: an id in use, a load, an offer or a turn to retain without hooks, a growing offer that is
+        none, a chain that is not the prompt's.
         """
-        if (request.load or request.offer) and self.hooks is None:
-            raise EngineFault(f"request {request.request_id} asks for a load or an offer; no hooks are set")
+        if (request.load or request.offer or request.retain) and self.hooks is None:
+            raise EngineFault(
+                f"request {request.request_id} asks for a load, an offer or to be retained; no hooks are set"
+            )
+        if request.grow and not request.offer:
+            raise EngineFault(f"request {request.request_id} is to grow an offer, but makes none")
         check_request(request, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
         chain = request.chain or self.chain(request.prompt_token_ids, request.cache_salt)
         if (chain.block_size, chain.n_tokens) != (self.layout.block_size, len(request.prompt_token_ids)):
@@ -120,6 +129,8 @@ class EngineCore:
             if request.request_id in self._live:
                 raise EngineFault(f"request {request.request_id} is in the engine already")
             self._live[request.request_id] = request
+            if request.grow:
+                self._growing.add(request.request_id)
             self._queued += 1
             self._post(partial(self._on_submit, request, chain))
 
@@ -127,16 +138,18 @@ class EngineCore:
         """End a request at the next step boundary with finish_reason `abort`. Unknown: no-op."""
         self._post(partial(self._on_abort, request_id))
 
-    def load_finished(self, request_id: str, tokens: int) -> None:
-        """The KV of the first `tokens` prompt tokens is in the request's blocks, verified."""
-        self._post(partial(self._on_load_finished, request_id, tokens))
+    def load_finished(self, request_id: str, tokens: int, first_token: int | None = None) -> None:
+        """The KV of the first `tokens` prompt tokens is in the request's blocks, verified. `first_token`:
+        what was sampled after the whole prompt where it was computed."""
+        self._post(partial(self._on_load_finished, request_id, tokens, first_token))
 
     def load_failed(self, request_id: str, reason: Reason) -> None:
         """Nothing was loaded; the prompt is computed in other blocks."""
         self._post(partial(self._on_load_failed, request_id, reason))
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Return references that an offer, or a failed or abandoned load, left with the handoff side."""
+        """Return references that an offer, a retained turn, or a failed or abandoned load left with the
+        handoff side."""
         self._post(partial(self._on_release, tuple(blocks)))
 
     def load(self) -> dict[str, Any]:
@@ -187,7 +200,7 @@ class EngineCore:
             self._end_all()
 
     def _end_all(self) -> None:
-        """The thread's last act: every request gets its end, and every load is told."""
+        """The thread's last act: every request gets its end, and every load and growing offer is told."""
         with self._wake:
             aborted = self._closing
             self._failed = not aborted
@@ -196,11 +209,12 @@ class EngineCore:
             ending = list(self._live)
         for request_id in ending:
             state = self._scheduler.requests.get(request_id)
-            if state is not None and state.stage is Stage.LOADING:
-                try:
+            try:
+                self._abandon_offer(request_id)
+                if state is not None and state.stage is Stage.LOADING:
                     self._hooks.load_abandoned(request_id)
-                except Exception:
-                    logger.exception("load_abandoned of %s failed", request_id)
+            except Exception:
+                logger.exception("the handoff side could not be told of the end of %s", request_id)
             if state is not None and aborted:  # after a fault the bookkeeping is not to be trusted
                 self._scheduler.end(state)
         self._publish_counts()
@@ -221,25 +235,52 @@ class EngineCore:
         self._take_inbox()
         plan = self._scheduler.plan(self._clock())
         self._publish_counts()
+        self._tell_plan(plan)
+        if not plan.chunks:
+            self._check_progress()
+            return False
+        self._tell(self._stepper.run(plan.chunks))
+        return True
+
+    def _tell_plan(self, plan: Plan) -> None:
+        for state in plan.abandoned:
+            self._abandon_offer(state.request.request_id)
         for state in plan.skipped:
             self._hooks.load_skipped(state.request.request_id)
         for state in plan.loading:
             self._hooks.load_allocated(state.request.request_id, tuple(state.blocks), state.cached_blocks)
-        if not plan.chunks:
-            self._check_progress()
-            return False
-        results = self._stepper.run(plan.chunks)
+        for state, blocks in plan.grown:
+            self._hooks.offer_grown(state.request.request_id, blocks)
+        if plan.short and self.hooks is not None:
+            self.hooks.memory_short(plan.short)
+
+    def _tell(self, results: StepResults) -> None:
         self._publish_counts()
-        for request_id, blocks in results.offers:
-            self._hooks.offered(request_id, blocks)
+        for request_id, blocks in results.grown:
+            self._hooks.offer_grown(request_id, blocks)
+        for request_id, blocks, first_token in results.offers:
+            with self._wake:
+                self._growing.discard(request_id)
+            self._hooks.offered(request_id, blocks, first_token)
+        for request_id, hashes, blocks in results.retained:
+            self._hooks.retained(request_id, hashes, blocks)
         for output in results.outputs:
             self._emit(output)
-        return True
+
+    def _abandon_offer(self, request_id: str) -> None:
+        """Say that a growing offer will not be complete, unless that is said or it is."""
+        with self._wake:
+            growing = request_id in self._growing
+            self._growing.discard(request_id)
+        if growing:
+            self._hooks.offer_abandoned(request_id)
 
     def _emit(self, output: TokenOutput) -> None:
         """Give one output out; of a request that has ended already, nothing."""
+        last = output.finish_reason is not None
+        if last:
+            self._abandon_offer(output.request_id)
         with self._wake:
-            last = output.finish_reason is not None
             live = self._live
             request = live.pop(output.request_id, None) if last else live.get(output.request_id)
         if request is None:
@@ -276,16 +317,15 @@ class EngineCore:
         if state is None:
             return
         was_loading = state.stage is Stage.LOADING
-        self._stepper.end(state)
-        self._publish_counts()
+        results = self._stepper.abort(state)
         if was_loading:
             self._hooks.load_abandoned(request_id)
-        self._emit(TokenOutput(request_id, None, finish_reason="abort"))
+        self._tell(results)
 
-    def _on_load_finished(self, request_id: str, tokens: int) -> None:
+    def _on_load_finished(self, request_id: str, tokens: int, first_token: int | None) -> None:
         state = self._loading(request_id)
         if state is not None:
-            self._scheduler.load_finished(state, tokens, self._clock())
+            self._tell(self._stepper.load_finished(state, tokens, first_token))
 
     def _on_load_failed(self, request_id: str, reason: Reason) -> None:
         state = self._loading(request_id)

@@ -56,10 +56,14 @@ class BlockPool:
         """How many owners `block` has."""
         return self._references[block]
 
-    def can_allocate(self, count: int, *, keeping: Iterable[int] = ()) -> bool:
-        """Whether `count` blocks could be allocated once the matched blocks `keeping` are retained."""
+    def available(self, *, keeping: Iterable[int] = ()) -> int:
+        """How many blocks could be allocated once the matched blocks `keeping` are retained."""
         kept = sum(1 for block in keeping if block in self._idle)
-        return count <= len(self._free) + len(self._idle) - kept
+        return len(self._free) + len(self._idle) - kept
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether `count` blocks could be allocated."""
+        return count <= self.available()
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each, in ascending order: neighbours make few transfers.

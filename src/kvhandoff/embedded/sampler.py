@@ -43,10 +43,12 @@ class RequestSampler:
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], prompt: Sequence[int]) -> None:
         self._params = params
+        self._model_eos = eos_token_ids
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._stops = frozenset(params.stop_token_ids)
         # Also with ignore_eos: a minimum length is not made of end tokens.
-        self._masked = torch.tensor(sorted(eos_token_ids | self._stops), dtype=torch.long)
+        self._masked_ids = eos_token_ids | self._stops
+        self._masked = torch.tensor(sorted(self._masked_ids), dtype=torch.long)
         self._greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
         # Any 64-bit seed, negative ones too, is a stream of its own.
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
@@ -76,6 +78,34 @@ class RequestSampler:
         if self._params.logprobs is not None:
             [logprob] = token_logprobs(logits.unsqueeze(0), [token_id], self._params.logprobs)
         return Sampled(token_id, logprob)
+
+    def adopt(self, token_id: int) -> bool:
+        """Take the token that the prefill engine sampled after this prompt as this request's first, if
+        `sample` is sure to give the same for the same logits. Returns whether it is taken; the number that
+        `sample` would have drawn is drawn then, so that all later tokens are the same either way (field
+        case 40).
+
+        The prefill engine samples with this request's temperature, top_k, top_p and seed; what it is not sent
+        are the stop tokens, and of `min_tokens` more than 1 (`router/legs.py`). So the two can only differ in
+        what is masked: nothing on either side when `min_tokens` is 0, else EOS on both and the stop tokens on
+        this side alone. A token that is the best of all is the best of those left by a mask, too, if the mask
+        leaves it; but what is drawn from all says nothing of what is drawn from fewer.
+
+        Not taken either: a token drawn without a seed, one that ends the request, or one whose
+        log-probability is asked for.
+        """
+        params = self._params
+        unseeded = params.seed is None and not self._greedy
+        if unseeded or params.logprobs is not None:
+            return False
+        if params.min_tokens > 0:
+            if token_id in self._masked_ids or not (self._greedy or self._masked_ids == self._model_eos):
+                return False
+        elif self.stops_at(token_id, 1):
+            return False
+        if not self._greedy:
+            self._random.random()  # the one number that `_draw` takes
+        return True
 
     def stops_at(self, token_id: int, generated: int) -> bool:
         """Whether `token_id`, the last of `generated` tokens, is an EOS or stop token that ends it."""

@@ -16,6 +16,9 @@ their order of arrival, and age decides everywhere:
   answer slows nobody down; there are never more than `max_num_seqs` of them beyond the batch.
 - **Preemption**: a request that needs a block when none is to be had takes those of the youngest running one.
   That one keeps its tokens, waits, and is recomputed. A request never gives way to a younger one.
+- **Short of blocks** is a plan in which the oldest waiting request finds too few, or which leaves less than
+  the reserve. The handoff side is told each time, and gives up what it merely retains. Since the reserve
+  counts, it hears of it while there are blocks left for the running ones, before one of them is preempted.
 
 Why nobody waits for ever: the oldest running request can take the blocks of all other running ones, and no
 request is accepted that does not fit in the whole pool. What remains are blocks at the handoff side (loads,
@@ -28,66 +31,12 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvhandoff.core.chain import TokenChain, next_hash
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded.api import EngineRequest
 from kvhandoff.embedded.pool import BlockPool
-
-
-class Stage(Enum):
-    """Where a request is."""
-
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One request between `add` and `end`."""
-
-    request: EngineRequest
-    arrival: int
-    """Counts requests; the smaller, the older."""
-    root: bytes
-    """What the request's token chain starts from."""
-    hashes: list[bytes]
-    """One per full block of `tokens`."""
-    tokens: list[int]
-    """The prompt and what was generated."""
-    stage: Stage = Stage.WAITING
-    load_wanted: bool = False
-    """The hooks have not been told of the load yet."""
-    admitted: bool = False
-    """Has been admitted before."""
-    blocks: list[int] = field(default_factory=list)
-    cached_blocks: int = 0
-    """How many leading blocks came from the prefix cache."""
-    computed: int = 0
-    """How many leading tokens have their KV in `blocks`."""
-    published: int = 0
-    """How many leading blocks have been published, or came from the prefix cache."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def generated(self) -> int:
-        """How many tokens have been generated."""
-        return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def needs_prompt_logits(self) -> bool:
-        """Whether every prompt position must be computed here, for its logits."""
-        return self.request.params.prompt_logprobs is not None and self.generated == 0
-
-    @property
-    def final_kv_tokens(self) -> int:
-        """Tokens whose KV it can need at most; the last token's KV is never needed."""
-        return self.prompt_tokens + self.request.params.max_tokens - 1
+from kvhandoff.embedded.request_state import RequestState, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +54,19 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """What `Scheduler.plan` decided. The hooks hear of `loading` and `skipped` before the step runs."""
+    """What `Scheduler.plan` decided. The hooks hear of all but `chunks` before the step runs."""
 
     chunks: list[Chunk] = field(default_factory=list)
     loading: list[RequestState] = field(default_factory=list)
     """Requests whose load was admitted."""
     skipped: list[RequestState] = field(default_factory=list)
     """Requests that run without the load they were submitted with."""
+    grown: list[tuple[RequestState, list[int]]] = field(default_factory=list)
+    """Growing offers whose first blocks are in the prefix cache; the references are lent already."""
+    abandoned: list[RequestState] = field(default_factory=list)
+    """Requests preempted before their growing offer was complete; they offer nothing more."""
+    short: int = 0
+    """So many more blocks would have to be free for the oldest waiting request and the reserve."""
 
 
 class Scheduler:
@@ -137,8 +92,8 @@ class Scheduler:
             Stage.RUNNING: self.running,
         }
         self.lent: Counter[int] = Counter()
-        """References that the handoff side holds beyond running loads: offers, and failed or abandoned
-        loads."""
+        """References that the handoff side holds beyond running loads: offers, retained turns, and failed or
+        abandoned loads."""
         self._arrivals = 0
 
     def add(self, request: EngineRequest, root: bytes, chain: TokenChain) -> RequestState:
@@ -150,6 +105,7 @@ class Scheduler:
             hashes=list(chain.blocks),
             tokens=list(request.prompt_token_ids),
             load_wanted=request.load,
+            offers=request.offer,
         )
         self._arrivals += 1
         self.requests[request.request_id] = state
@@ -164,7 +120,8 @@ class Scheduler:
         active = self.running[: self.max_num_seqs]
         for state in active:
             # An older one may have preempted it since.
-            if state.stage is Stage.RUNNING and state.computed + 1 == len(state.tokens) and self._grow(state):
+            decodes = state.stage is Stage.RUNNING and state.computed + 1 == len(state.tokens)
+            if decodes and self._make_room(state, plan):
                 plan.chunks.append(Chunk(state, 1))
         for state in active:
             if state.stage is Stage.RUNNING and state.computed + 1 < len(state.tokens):
@@ -175,6 +132,7 @@ class Scheduler:
                 plan.chunks.append(Chunk(state, count))
                 budget -= count
         self._admit(plan, budget, now)
+        plan.short = max(plan.short, self._reserve() - self.pool.available(), 0)
         return plan
 
     def advance(self, state: RequestState, count: int) -> None:
@@ -193,17 +151,37 @@ class Scheduler:
             previous = state.hashes[-1] if state.hashes else state.root
             state.hashes.append(next_hash(previous, state.tokens[-size:]))
 
+    def grow_offer(self, state: RequestState) -> list[int]:
+        """The prompt's full blocks that a growing offer was not given yet, one reference on each of them lent
+        to the handoff side. None for a request without such an offer."""
+        if not state.offer_grows:
+            return []
+        return self._offer_up_to(state, min(state.computed, state.prompt_tokens) // self.pool.block_size)
+
     def offer(self, state: RequestState) -> list[int]:
-        """The prompt's blocks, one reference on each of them lent to the handoff side."""
-        blocks = state.blocks[: self._blocks_for(state.prompt_tokens)]
-        self.pool.retain(blocks)
-        self.lent.update(blocks)
+        """The prompt's blocks that were not offered yet, one reference on each of them lent. Completes the
+        offer."""
+        blocks = self._offer_up_to(state, self._blocks_for(state.prompt_tokens))
+        state.offers = False
         return blocks
 
-    def load_finished(self, state: RequestState, tokens: int, now: float) -> None:
-        """The awaited blocks are the request's again, and hold the KV of the first `tokens` tokens."""
-        # The last prompt token is computed here in any case, for its logits.
-        state.computed = max(state.computed, min(tokens, state.prompt_tokens - 1))
+    def retain(self, state: RequestState) -> tuple[list[bytes], list[int]]:
+        """The full computed blocks of a request that has its first token, and their hashes; one reference on
+        each of them lent. To be called before `end`."""
+        full = state.computed // self.pool.block_size if state.generated else 0
+        self._lend(state.blocks[:full])
+        return state.hashes[:full], state.blocks[:full]
+
+    def load_finished(
+        self, state: RequestState, tokens: int, now: float, *, first_token: bool = False
+    ) -> None:
+        """The awaited blocks are the request's again, and hold the KV of the first `tokens` tokens.
+
+        `first_token`: the token after the whole prompt is known, and is appended next. Otherwise the last
+        prompt token is computed here in any case, for its logits.
+        """
+        most = state.prompt_tokens if first_token else state.prompt_tokens - 1
+        state.computed = max(state.computed, min(tokens, most))
         stats = state.request.stats
         stats.transferred_tokens = state.computed - stats.cached_tokens
         stats.runnable_at = now
@@ -242,10 +220,12 @@ class Scheduler:
             if not self._has_place(state):
                 return
             cached = self._match(state)
-            start = len(cached) * self.pool.block_size
-            loads = state.load_wanted and not state.needs_prompt_logits and start < state.prompt_tokens - 1
-            count = self._chunk_length(start, len(state.tokens))
-            if (count > budget and not loads) or not self._has_room(state, cached):
+            loads = self._loads(state, len(cached))
+            count = self._chunk_length(len(cached) * self.pool.block_size, len(state.tokens))
+            if count > budget and not loads:
+                return
+            plan.short = self._missing(state, cached)
+            if plan.short > 0:
                 return
             self._allocate(state, cached, now)
             if loads:
@@ -259,6 +239,17 @@ class Scheduler:
                     plan.chunks.append(Chunk(state, count))
                     budget -= count
             state.load_wanted = False
+            grown = self.grow_offer(state)
+            if grown:
+                plan.grown.append((state, grown))
+
+    def _loads(self, state: RequestState, cached_blocks: int) -> bool:
+        """Whether its load would gain enough; the last prompt token is computed here in any case."""
+        if not state.load_wanted or state.needs_prompt_logits:
+            return False
+        request, last = state.request, state.prompt_tokens - 1
+        reach = last if request.load_tokens is None else min(request.load_tokens, last)
+        return reach - cached_blocks * self.pool.block_size >= max(request.load_gain, 1)
 
     def _has_place(self, state: RequestState) -> bool:
         if state.load_wanted:
@@ -271,14 +262,17 @@ class Scheduler:
             return []
         return self.pool.match(state.hashes[: (len(state.tokens) - 1) // self.pool.block_size])
 
-    def _has_room(self, state: RequestState, cached: Sequence[int]) -> bool:
+    def _missing(self, state: RequestState, cached: Sequence[int]) -> int:
+        """How many blocks are missing for its admission; none when zero or less."""
         total = self._blocks_for(len(state.tokens))
-        others = [*self.running, *self.loading]
-        reserve = 0
-        if others:
-            reserve = sum(self._may_grow(other, len(other.blocks)) for other in others)
+        reserve = self._reserve()
+        if self.running or self.loading:
             reserve += self._may_grow(state, total)
-        return self.pool.can_allocate(total - len(cached) + reserve, keeping=cached)
+        return total - len(cached) + reserve - self.pool.available(keeping=cached)
+
+    def _reserve(self) -> int:
+        """A block for each request that may still grow."""
+        return sum(self._may_grow(other, len(other.blocks)) for other in (*self.running, *self.loading))
 
     def _may_grow(self, state: RequestState, blocks: int) -> bool:
         return state.final_kv_tokens > blocks * self.pool.block_size
@@ -297,7 +291,7 @@ class Scheduler:
             stats.cached_tokens = state.computed
             stats.transferred_tokens = stats.computed_tokens = stats.prefill_chunks = 0
 
-    def _grow(self, state: RequestState) -> bool:
+    def _make_room(self, state: RequestState, plan: Plan) -> bool:
         """Make room for one more token, if need be at the cost of younger requests."""
         if state.computed < len(state.blocks) * self.pool.block_size:
             return True
@@ -305,11 +299,17 @@ class Scheduler:
             youngest = self.running[-1]
             if youngest is state:
                 return False  # the handoff side has the rest, or older requests do: all of them end
-            self._release(youngest)
-            self._move(youngest, Stage.WAITING)
-            youngest.request.stats.preemptions += 1
+            self._preempt(youngest, plan)
         state.blocks += self.pool.allocate(1)
         return True
+
+    def _preempt(self, state: RequestState, plan: Plan) -> None:
+        self._release(state)
+        self._move(state, Stage.WAITING)
+        state.request.stats.preemptions += 1
+        if state.offer_grows:
+            state.offers = False
+            plan.abandoned.append(state)
 
     def _chunk_length(self, start: int, end: int) -> int:
         boundary = (start // self.max_step_tokens + 1) * self.max_step_tokens
@@ -323,6 +323,17 @@ class Scheduler:
         for index in range(state.published, full):
             self.pool.publish(state.blocks[index], state.hashes[index])
         state.published = max(state.published, full)
+
+    def _offer_up_to(self, state: RequestState, end: int) -> list[int]:
+        blocks = state.blocks[state.offered_blocks : end]
+        # After a failed load fewer blocks may be full than were offered: those stay offered.
+        state.offered_blocks = max(state.offered_blocks, end)
+        self._lend(blocks)
+        return blocks
+
+    def _lend(self, blocks: Sequence[int]) -> None:
+        self.pool.retain(blocks)
+        self.lent.update(blocks)
 
     def _release(self, state: RequestState) -> None:
         """Give up a request's blocks; those that a load awaits are lent instead."""

@@ -1,4 +1,4 @@
-"""One step: from the chunks that were planned to the tokens that came out.
+"""From what happened to a request (chunks were computed, a load ended, an abort) to what there is to tell.
 
 Nothing is told to anybody here. The results are given out by the engine core once the bookkeeping of the
 whole step is complete, so that whoever hears of an end finds the blocks released.
@@ -15,18 +15,23 @@ from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
 from kvhandoff.embedded.api import EngineRequest, FinishReason, ModelRunner, SequenceStep, TokenOutput
-from kvhandoff.embedded.sampler import RequestSampler
-from kvhandoff.embedded.scheduler import Chunk, RequestState, Scheduler
+from kvhandoff.embedded.request_state import RequestState
+from kvhandoff.embedded.sampler import RequestSampler, Sampled
+from kvhandoff.embedded.scheduler import Chunk, Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class StepResults:
-    """What a step leaves to be told, offers first."""
+    """What there is to be told, in this order. The references on all blocks in it are lent already."""
 
-    offers: list[tuple[str, list[int]]] = field(default_factory=list)
-    """(request id, its prompt's blocks); the references are lent already."""
+    grown: list[tuple[str, list[int]]] = field(default_factory=list)
+    """(request id, the next blocks of its growing offer)."""
+    offers: list[tuple[str, list[int], int]] = field(default_factory=list)
+    """(request id, its prompt's blocks that were not offered before, the first token)."""
+    retained: list[tuple[str, list[bytes], list[int]]] = field(default_factory=list)
+    """(request id, the hashes of what it has computed, the blocks)."""
     outputs: list[TokenOutput] = field(default_factory=list)
 
 
@@ -45,10 +50,32 @@ class Stepper:
         self._samplers[request.request_id] = sampler
         self._scheduler.add(request, root, chain)
 
-    def end(self, state: RequestState) -> None:
-        """Forget a request wherever it is."""
-        self._scheduler.end(state)
-        del self._samplers[state.request.request_id]
+    def abort(self, state: RequestState) -> StepResults:
+        """End a request wherever it is."""
+        results = StepResults()
+        self._end(state, results)
+        results.outputs.append(TokenOutput(state.request.request_id, None, finish_reason="abort"))
+        return results
+
+    def load_finished(self, state: RequestState, tokens: int, first_token: int | None) -> StepResults:
+        """The first `tokens` prompt tokens' KV is in the request's blocks. When that is the whole prompt, and
+        the token that was sampled after it elsewhere is the one that would be sampled here, no step is needed
+        for it."""
+        results, now = StepResults(), self._clock()
+        request, reused = state.request, None
+        if first_token is not None and tokens >= state.prompt_tokens:
+            if not 0 <= first_token < self._runner.vocab_size:
+                logger.warning("request %s: first token %d is no token", request.request_id, first_token)
+            elif self._samplers[request.request_id].adopt(first_token):
+                reused = Sampled(first_token, logprob=None)
+        self._scheduler.load_finished(state, tokens, now, first_token=reused is not None)
+        if reused is None:
+            self._grow_offer(state, results)
+        else:
+            request.stats.first_token_reused = True
+            request.stats.prefilled_at = now
+            self._take(state, reused, results)
+        return results
 
     def run(self, chunks: Sequence[Chunk]) -> StepResults:
         """Compute `chunks`. When the model raises, their requests end with an error."""
@@ -75,6 +102,7 @@ class Stepper:
             sampler.observe_prompt(state.computed, rows)
         self._scheduler.advance(state, chunk.count)
         if not samples:
+            self._grow_offer(state, results)
             return
         if state.generated == 0:
             state.request.stats.prefilled_at = now
@@ -83,10 +111,16 @@ class Stepper:
         except RequestError as error:
             self._fail(state, error, results)
             return
+        self._take(state, sampled, results)
+
+    def _take(self, state: RequestState, sampled: Sampled, results: StepResults) -> None:
+        """Book the request's next token."""
+        request, sampler = state.request, self._samplers[state.request.request_id]
         self._scheduler.append(state, sampled.token_id)
-        request, first = state.request, state.generated == 1
-        if first and request.offer:
-            results.offers.append((request.request_id, self._scheduler.offer(state)))
+        first = state.generated == 1
+        if state.offers:
+            rest = self._scheduler.offer(state)
+            results.offers.append((request.request_id, rest, sampled.token_id))
         stops = sampler.stops_at(sampled.token_id, state.generated)
         ends: FinishReason | None = None
         if stops:
@@ -104,12 +138,30 @@ class Stepper:
         )
         results.outputs.append(output)
         if ends is not None:
-            self.end(state)
+            self._end(state, results)
+
+    def _grow_offer(self, state: RequestState, results: StepResults) -> None:
+        """Offer what is full by now. What the step before the first token fills goes with the whole offer."""
+        blocks = self._scheduler.grow_offer(state)
+        if blocks:
+            results.grown.append((state.request.request_id, blocks))
+
+    def _end(self, state: RequestState, results: StepResults) -> None:
+        """Forget a request that did not fail; what it is to retain is lent before."""
+        if state.request.retain:
+            hashes, blocks = self._scheduler.retain(state)
+            if blocks:
+                results.retained.append((state.request.request_id, hashes, blocks))
+        self._forget(state)
 
     def _fail(self, state: RequestState, error: RequestError, results: StepResults) -> None:
-        self.end(state)
+        self._forget(state)
         output = TokenOutput(state.request.request_id, None, finish_reason="error", error=error)
         results.outputs.append(output)
+
+    def _forget(self, state: RequestState) -> None:
+        self._scheduler.end(state)
+        del self._samplers[state.request.request_id]
 
 
 def _sequence_step(chunk: Chunk) -> SequenceStep:

@@ -334,5 +334,15 @@ class Noted:
     detail: str
 
 
-Effect = Send | ConnectPeer | DisconnectPeer | WatchPeer | PostRead | PostWrite | FreeBlocks | Loaded | Missed
-| Noted
+Effect = (
+    Send
+    | ConnectPeer
+    | DisconnectPeer
+    | WatchPeer
+    | PostRead
+    | PostWrite
+    | FreeBlocks
+    | Loaded
+    | Missed
+    | Noted
+)
