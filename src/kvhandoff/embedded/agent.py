@@ -16,6 +16,7 @@ import msgspec
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_epoch, new_handoff_id
+from kvhandoff.core.reasons import ReasonKind
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from kvhandoff.embedded.api import EngineControl
 from kvhandoff.embedded.legs import AgentLeg
@@ -26,11 +27,15 @@ from kvhandoff.handoff.node import HandoffNode
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import BadTicket, Ticket, TicketGate, TicketKey
 from kvhandoff.transport.control import ControlPlane
+from kvhandoff.transport.liveness import Watcher, this_process
 from kvhandoff.transport.mover import Moved, Mover
 
 _log = logging.getLogger(__name__)
 
 _RECORDS_KEPT = 4096
+
+MIN_RETURN_TOKENS = 64
+"""With less to gain, computing is as cheap as asking (design, "Return")."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +67,7 @@ class EngineAgent:
         *,
         control_bind: str = "tcp://127.0.0.1:0",
         settings: HandoffSettings | None = None,
+        min_return_tokens: int = MIN_RETURN_TOKENS,
         clock: Clock = monotonic,
     ) -> None:
         """`mover` is not started yet; `start` does it."""
@@ -70,6 +76,8 @@ class EngineAgent:
         self.me = facts.identity
         self.control_address = ""
         self.mover = mover
+        self.min_return_tokens = min_return_tokens
+        self._watcher = Watcher(lambda peer: self.feed(ev.PeerDied(peer)))
         self._facts = facts
         self._settings = settings or HandoffSettings()
         self._gate = TicketGate(TicketKey(cluster_key), self.me)
@@ -94,15 +102,18 @@ class EngineAgent:
             num_blocks=self._facts.num_blocks,
             data_plane=self.mover.kind,
             data_plane_metadata=metadata,
+            process=this_process(),
         )
         self._node = HandoffNode(self.me, self.control_address, hello, self._settings)
 
     async def close(self) -> None:
-        """Stop talking and moving. The engine core is closed before, so that nothing new comes in."""
+        """Stop moving and talking. The engine core is closed before, so that nothing new comes in. Another
+        life that answers here afterwards says truly that this one writes nothing more."""
+        await asyncio.to_thread(self.mover.close)
+        self._watcher.close()
         if self._timer is not None:
             self._timer.cancel()
         await self._control.close()
-        await asyncio.to_thread(self.mover.close)
 
     # -------------------------------------------------------------------------------- api.Agent (server)
 
@@ -148,16 +159,19 @@ class EngineAgent:
         """See `api.Agent`. Several threads own the parts, so that sums are exact only while nothing runs."""
         counts = self.core.load()
         node = self._running_node
-        offered = len(set(node.offers.blocks()))
-        loading, quarantined = len(node.reads.loading()), len(node.reads.quarantined())
+        offered, retained = len(set(node.offers.blocks())), len(set(node.offers.retained()))
+        loading, granted = len(node.reads.loading()), len(node.grants.granted())
+        quarantined = len(node.reads.quarantined()) + len(node.grants.quarantined())
         total, free, cached = counts["blocks_total"], counts["blocks_free"], counts["blocks_cached"]
         return BlockCounts(
             total=total,
             free=free,
             cached=cached,
-            used=max(0, total - free - cached - offered - loading - quarantined),
+            used=max(0, total - free - cached - offered - loading - granted - quarantined),
             offered=offered,
+            retained=retained,
             loading=loading,
+            granted=granted,
             quarantined=quarantined,
         )
 
@@ -184,19 +198,35 @@ class EngineAgent:
 
     def load_allocated(self, request_id: str, blocks: Sequence[int], cached_blocks: int) -> None:
         """See `api.KVHooks`."""
-        self._tell(request_id, lambda leg: leg.on_allocated(request_id, blocks, cached_blocks))
+        self._tell(request_id, lambda leg: leg.on_allocated(blocks, cached_blocks))
 
     def load_skipped(self, request_id: str) -> None:
         """See `api.KVHooks`."""
-        self._tell(request_id, lambda leg: leg.on_skipped(request_id))
+        self._tell(request_id, lambda leg: leg.on_skipped())
 
     def load_abandoned(self, request_id: str) -> None:
         """See `api.KVHooks`."""
-        self._tell(request_id, lambda leg: leg.on_abandoned(request_id))
+        self._tell(request_id, lambda leg: leg.on_abandoned())
 
-    def offered(self, request_id: str, blocks: Sequence[int]) -> None:
+    def offer_grown(self, request_id: str, blocks: Sequence[int]) -> None:
         """See `api.KVHooks`."""
-        self._tell(request_id, lambda leg: leg.on_offered(request_id, blocks))
+        self._tell(request_id, lambda leg: leg.on_grown(blocks))
+
+    def offer_abandoned(self, request_id: str) -> None:
+        """See `api.KVHooks`."""
+        self._tell(request_id, lambda leg: leg.on_offer_abandoned())
+
+    def offered(self, request_id: str, blocks: Sequence[int], first_token: int) -> None:
+        """See `api.KVHooks`."""
+        self._tell(request_id, lambda leg: leg.on_offered(blocks, first_token))
+
+    def retained(self, request_id: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """See `api.KVHooks`."""
+        self._tell(request_id, lambda leg: leg.on_retained(hashes, blocks))
+
+    def memory_short(self, blocks: int) -> None:
+        """See `api.KVHooks`."""
+        self._soon(self.feed, ev.MemoryShort(blocks))
 
     def _tell(self, request_id: str, news: Callable[[AgentLeg], None]) -> None:
         self._loop.call_soon_threadsafe(lambda: news(self._by_request[request_id]))
@@ -247,30 +277,48 @@ class EngineAgent:
                 self.mover.connect(peer, metadata, lambda error: self._soon(self._connected, peer, error))
             case ev.DisconnectPeer(peer):
                 self.mover.disconnect(peer)
-            case ev.PostRead(read, peer, copies):
-                self.mover.move("read", peer, copies, lambda moved: self._soon(self._moved, read, moved))
+            case ev.WatchPeer(peer, process):
+                self._watcher.watch(peer, process)
+            case ev.PostRead(load, peer, copies):
+                self.mover.move(
+                    "read", peer, copies, lambda moved: self._soon(self._read_ended, load, peer, moved)
+                )
+            case ev.PostWrite(write, peer, copies):
+                self.mover.move(
+                    "write", peer, copies, lambda moved: self._soon(self._write_ended, write, moved)
+                )
             case ev.FreeBlocks(blocks):
                 self.core.release_blocks(blocks)
-            case ev.Loaded(read, tokens):
-                self._legs[read].on_loaded(tokens)
-            case ev.Missed(read, reason, detail):
+            case ev.Loaded(load, tokens, commit):
+                self._legs[load].on_loaded(tokens, commit)
+            case ev.Missed(load, reason, detail):
                 self._metrics.reason(reason)
-                self._legs[read].on_missed(reason, detail)
-            case ev.Noted(offer, reason, detail):
+                self._legs[load].on_missed(reason, detail)
+            case ev.Noted(key, reason, detail):
                 self._metrics.reason(reason)
-                _log.warning("offer %s: %s, %s", offer, reason, detail)
+                level = logging.INFO if reason.kind is ReasonKind.DECLINE else logging.WARNING
+                _log.log(level, "%s: %s, %s", key or "engine", reason, detail)
 
     def _connected(self, peer: Identity, error: Exception | None) -> None:
         self.feed(ev.PeerConnected(peer, None if error is None else str(error)))
 
-    def _moved(self, read: HandoffKey, moved: Moved) -> None:
-        leg = self._legs.get(read)
+    def _read_ended(self, load: HandoffKey, peer: Identity, moved: Moved) -> None:
+        leg = self._legs.get(load)
         if leg is not None:
             leg.on_moved(moved)
         if moved.error is None:
-            self.feed(ev.ReadLanded(read))
+            self.feed(ev.ReadLanded(load))
         else:
-            self.feed(ev.ReadFailed(read, moved.error))
+            self.feed(ev.ReadFailed(load, peer, moved.error))
+
+    def _write_ended(self, write: ev.WriteKey, moved: Moved) -> None:
+        self._metrics.written(moved)
+        if moved.error is None:
+            self.feed(ev.WriteLanded(write))
+        else:
+            where = f"write {write.chunk} of grant {write.number} to {write.grantee}"
+            _log.warning("%s: %s", where, moved.error)
+            self.feed(ev.WriteFailed(write, moved.error))
 
     def _received(self, raw: bytes) -> None:
         self.feed(ev.Received(decode(raw)))

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import BlockCounts, LegRecord
+from kvhandoff.transport.mover import Moved
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -27,7 +28,22 @@ class EngineMetrics:
             ["source"],
             registry=registry,
         )
-        self._bytes = Counter("kvhandoff_engine_transfer_bytes", "KV bytes moved", registry=registry)
+        self._bytes = Counter(
+            "kvhandoff_engine_transfer_bytes",
+            "KV bytes moved, by this engine's part",
+            ["part"],
+            registry=registry,
+        )
+        self._early = Counter(
+            "kvhandoff_engine_early_bytes",
+            "Pushed bytes that came before their prompt's end",
+            registry=registry,
+        )
+        self._first_tokens = Counter(
+            "kvhandoff_engine_first_tokens_reused",
+            "First tokens taken from the prefill engine",
+            registry=registry,
+        )
         self._descriptors = Counter(
             "kvhandoff_engine_transfer_descriptors", "Contiguous copies they were made of", registry=registry
         )
@@ -51,12 +67,20 @@ class EngineMetrics:
         """One leg is over."""
         self._legs.labels(record.leg, record.kv_source, record.finish_reason or "none").inc()
         self._tokens.labels("cached").inc(record.cached_tokens)
-        self._tokens.labels("transferred").inc(record.transferred_tokens)
+        came = "returned" if record.leg != "decode" else "transferred"
+        self._tokens.labels(came).inc(record.transferred_tokens)
         self._tokens.labels("computed").inc(record.computed_tokens)
-        self._bytes.inc(record.bytes)
+        self._bytes.labels("granted" if record.grants else "read").inc(record.bytes)
+        self._early.inc(record.early_bytes)
+        self._first_tokens.inc(record.first_token_reused)
         self._descriptors.inc(record.descriptors)
         for phase, seconds in record.phases.items():
             self._phases.labels(phase).observe(seconds)
+
+    def written(self, moved: Moved) -> None:
+        """A write of this engine has ended."""
+        self._bytes.labels("written").inc(moved.bytes)
+        self._descriptors.inc(moved.descriptors)
 
     def render(self, blocks: BlockCounts, requests: dict[str, int]) -> bytes:
         """Prometheus text format, with the gauges as they are now."""

@@ -17,7 +17,6 @@ import select
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -26,6 +25,7 @@ from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
 from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
 from kvhandoff.transport.bounds import check_block_bytes, oriented
+from kvhandoff.transport.liveness import host
 from kvhandoff.transport.region import SEALS, SharedRegion, address_of, prefer_huge_pages
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class SharedMemoryPlane:
     def metadata(self) -> bytes:
         region = self._registered
         return _encoder.encode(
-            _Metadata(_host(), os.getpid(), region.fd, region.name, region.num_blocks, region.block_bytes)
+            _Metadata(host(), os.getpid(), region.fd, region.name, region.num_blocks, region.block_bytes)
         )
 
     def connect(self, peer: Identity, metadata: bytes) -> None:
@@ -131,10 +131,10 @@ class SharedMemoryPlane:
             facts = _decoder.decode(metadata)
         except msgspec.DecodeError as error:
             raise TransportError(f"connect {peer}: malformed shm metadata ({error})") from error
-        if facts.host != _host():
+        if facts.host != host():
             raise TransportError(
                 f"connect {peer}: shm needs both engines on one host and in one PID namespace; "
-                f"this one is on {_host()}, the peer on {facts.host}"
+                f"this one is on {host()}, the peer on {facts.host}"
             )
         check_block_bytes(peer, self._registered.block_bytes, facts.block_bytes)
         try:
@@ -204,11 +204,6 @@ class SharedMemoryPlane:
         if self._region is None:
             raise TransportError("shm: no region is registered")
         return self._region
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _map(facts: _Metadata) -> _Peer:
