@@ -1,6 +1,7 @@
 """One prefill and one decode engine with a gate at everything that can be held, and a look at what is left.
 
-All leases are a minute long, so that whatever is back at its baseline was given back, not timed out.
+All leases and deadlines of a handoff are a minute long, so that whatever is back at its baseline was given
+back, not timed out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from tests.gates import StepGate, TransferGate
 
 BLOCK = 16
 CHUNK = 2 * BLOCK
-PATIENT = HandoffSettings(offer_lease_s=60.0, claim_lease_s=60.0)
+PATIENT = HandoffSettings(
+    offer_lease_s=60.0, claim_lease_s=60.0, rendezvous_s=60.0, progress_s=60.0, write_s=60.0, fence_s=60.0
+)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -56,6 +59,9 @@ class Stage:
     prefill_steps: StepGate
     decode_steps: StepGate
     transfers: TransferGate
+    """The decode engine's: reads."""
+    writes: TransferGate
+    """The prefill engine's."""
     on_open: Callable[[], None] = lambda: None
     errors: Errors = field(default_factory=Errors)
 
@@ -99,18 +105,21 @@ class Stage:
         """Let everything go on."""
         self.prefill_steps.open()
         self.decode_steps.open()
-        self.transfers.closed = False
+        self.transfers.closed = self.writes.closed = False
         self.on_open()
 
 
 @asynccontextmanager
 async def stage(model_dir: Path, **options: Any) -> AsyncIterator[Stage]:
-    transfers = TransferGate()
+    transfers, writes = TransferGate(), TransferGate()
+    prefill_options = {"wrap_plane": writes.wrap, **options.pop("prefill_options", {})}
     decode_options = {"wrap_plane": transfers.wrap, **options.pop("decode_options", {})}
     options = {"settings": PATIENT, "max_step_tokens": CHUNK, **options}
-    async with cluster(model_dir, decode_options=decode_options, **options) as deployment:
+    engines = {"prefill_options": prefill_options, "decode_options": decode_options}
+    async with cluster(model_dir, **engines, **options) as deployment:
         (prefill,), (decode,) = deployment.prefill, deployment.decode
-        made = Stage(deployment, prefill, decode, StepGate(prefill), StepGate(decode), transfers)
+        steps = StepGate(prefill), StepGate(decode)
+        made = Stage(deployment, prefill, decode, *steps, transfers, writes)
         logger = logging.getLogger("kvhandoff")
         logger.addHandler(made.errors)
         try:
@@ -127,13 +136,16 @@ def leftovers(engine: LiveEngine) -> dict[str, Any]:
     held = {
         "blocks": counts.total - counts.free - counts.cached,
         "lent": core._scheduler.lent.total(),
-        "live": len(core._live),
+        "live": len(core.live()),
         "samplers": len(core._stepper._samplers),
         "legs": len(agent._legs),
         "requests": len(agent._by_request),
         "offers": len(node.offers),
         "reads": len(node.reads._reads),
         "quarantine": len(node.reads._quarantine),
+        "writes": len(node.writes),
+        "pushes": len(node.grants._pushes),
+        "fences": len(node.grants._quarantine),
     }
     return {name: count for name, count in held.items() if count}
 
@@ -157,7 +169,7 @@ def news(engine: LiveEngine) -> int:
 
 def claims(engine: LiveEngine) -> int:
     """Readers that have a claim on one of the engine's offers."""
-    return sum(len(offer.claims) for offer in engine.agent._running_node.offers._offers.values())
+    return sum(len(offer.pins) for offer in engine.agent._running_node.offers._offers.values())
 
 
 def mute(engine: LiveEngine) -> Callable[[], None]:

@@ -43,7 +43,7 @@ async def test_nine_of_ten_clients_leave_at_once(tiny: Path) -> None:
         s.prefill_steps.let(1)
         s.decode_steps.let(1)
         await until(
-            lambda: len(s.prefill.core._live) + len(s.decode.core._live) <= len(staying), 10.0, s.where
+            lambda: len(s.prefill.core.live()) + len(s.decode.core.live()) <= len(staying), 10.0, s.where
         )
         s.open()
         assert await s.request(late) == expected_late
@@ -105,7 +105,7 @@ async def test_aborts_at_any_moment(tiny: Path, transport: Literal["shm", "nixl"
                     abort_one(s.decode.core)
 
         def abort_one(core: Any) -> None:
-            live = list(core._live)
+            live = core.live()
             if live:
                 core.abort(rng.choice(live))
 

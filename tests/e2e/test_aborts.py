@@ -20,8 +20,8 @@ Policy = Literal["recompute", "error"]
 
 def abort_all(engine: LiveEngine) -> None:
     """As an operator or a fault would: the engine ends every request by itself."""
-    assert engine.core._live
-    for request_id in list(engine.core._live):
+    assert engine.core.live()
+    for request_id in engine.core.live():
         engine.core.abort(request_id)
 
 

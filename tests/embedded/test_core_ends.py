@@ -10,7 +10,7 @@ import pytest
 from kvhandoff.core.errors import ConfigError, RequestError
 from kvhandoff.core.reasons import Reason
 from kvhandoff.embedded.api import EngineRequest, SamplingParams, SequenceStep
-from kvhandoff.embedded.core import EngineFault
+from kvhandoff.embedded.outlet import EngineFault
 from tests.embedded.fakes import PROMPT, VOCAB, Bench, fake_logits, greedy, prompt_of
 
 # -- abort: state by state (field cases 18b, 29) ---------------------------------------------------------

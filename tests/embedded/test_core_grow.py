@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvhandoff.embedded.api import EngineRequest, SamplingParams, SequenceStep
-from kvhandoff.embedded.core import EngineFault
+from kvhandoff.embedded.outlet import EngineFault
 from tests.embedded.fakes import PROMPT, Bench, fake_logits, greedy, prompt_of
 
 GROWN = ("offer_grown", "a")

@@ -48,13 +48,24 @@ class Engine:
             region_factory=lambda blocks, size: TensorRegion(blocks, size, torch.device("cpu")),
         )
         self.hooks = FakeHooks()
+        self.requests: dict[str, EngineRequest] = {}
         self.core = EngineCore(self.runner, self.hooks, num_blocks=num_blocks, **options)
 
-    def submit(self, length: int, max_tokens: int = ANSWER, **options: bool) -> Client:
+    def submit(
+        self,
+        length: int,
+        max_tokens: int = ANSWER,
+        *,
+        sampling: dict[str, Any] | None = None,
+        **options: bool,
+    ) -> Client:
+        """Queue the prompt of this length: greedy, unless `sampling` says otherwise."""
         name = f"r{length}"
         client = Client(name, self.hooks.calls)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self.core.submit(EngineRequest(name, prompt_of(length), params, client, **options))
+        how = {"temperature": 0.0, **(sampling or {})}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how)
+        self.requests[name] = EngineRequest(name, prompt_of(length), params, client, **options)
+        self.core.submit(self.requests[name])
         return client
 
     def run(self) -> None:
@@ -112,6 +123,49 @@ def test_kv_computed_by_one_engine_is_used_by_another(expected: dict[int, list[i
     prefill.run()
     assert is_at_baseline(prefill)
     assert is_at_baseline(decode)
+
+
+SAMPLED = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 2.0, "top_k": 20},
+]
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_with_the_first_token_of_the_other_engine_the_text_is_the_same(crowded: bool):
+    """Field case 40, greedy and with many seeds; crowded: with a preemption after the first token."""
+    lengths = [15, 16, 17, 33]
+    seeded = [{**SAMPLED[seed % 3], "seed": seed} for seed in range(12)]
+    one, prefill, decode = Engine(64), Engine(64), Engine(8 if crowded else 64)
+    preemptions = 0
+    for sampling in [{}, *seeded]:
+        alone = {length: one.submit(length, 24, sampling=sampling) for length in lengths}
+        one.run()
+        for length in lengths:
+            prefill.submit(length, 1, sampling=sampling, offer=True)
+        prefill.run()
+        clients = {length: decode.submit(length, 24, sampling=sampling, load=True) for length in lengths}
+        while not all(client.ended for client in clients.values()):
+            decode.core.step()
+            while decode.hooks.loads:
+                name, (blocks, cached) = decode.hooks.loads.popitem()
+                copy(prefill, prefill.hooks.offers[name][cached:], decode, blocks[cached:])
+                length, first_token = int(name[1:]), prefill.hooks.first_tokens.pop(name)
+                decode.core.load_finished(name, length, first_token)
+        assert answers(clients) == answers(alone)
+        for request in decode.requests.values():
+            assert request.stats.first_token_reused
+            assert request.stats.computed_tokens == 0
+            preemptions += request.stats.preemptions
+        for name in list(prefill.hooks.offers):
+            prefill.core.release_blocks(prefill.hooks.offers.pop(name))
+        prefill.run()
+        for engine in (prefill, decode):  # nothing is found in a cache the next time
+            assert is_at_baseline(engine)
+            engine.core._pool.allocate(engine.core._pool.num_blocks)
+            engine.core._pool.release(range(engine.core._pool.num_blocks))
+    assert (preemptions > 0) == crowded
 
 
 def copy(source: Engine, offered: Sequence[int], target: Engine, awaited: Sequence[int]) -> None:

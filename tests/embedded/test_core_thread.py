@@ -10,7 +10,8 @@ import pytest
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
 from kvhandoff.embedded.api import EngineRequest, SamplingParams, SequenceStep, TokenOutput
-from kvhandoff.embedded.core import EngineCore, EngineFault
+from kvhandoff.embedded.core import EngineCore
+from kvhandoff.embedded.outlet import EngineFault
 from tests.embedded.fakes import FakeHooks, FakeRunner, greedy
 from tests.embedded.test_core import prompt_of
 
@@ -140,6 +141,22 @@ def test_a_load_ends_from_another_thread(engine: Engine):
     assert waiter.tokens == greedy(prompt_of(9), 4, eos=None)
 
 
+def test_retained_blocks_come_from_another_thread_when_they_are_needed():
+    engine = Engine(num_blocks=8)
+    short = threading.Semaphore(0)
+    engine.hooks.memory_short = lambda blocks: short.release()  # type: ignore[method-assign]
+    engine.core.start()
+    for number in range(3):
+        engine.submit(f"turn{number}", prompt_of(8, number), 1, retain=True).wait()
+    waiter = engine.submit("a", prompt_of(30, 9), 2)
+    while engine.hooks.turns:
+        assert short.acquire(timeout=DEADLINE_S)  # as often as it is not enough
+        engine.core.release_blocks(engine.hooks.turns.popitem()[1][1])
+    assert waiter.wait() == "length"
+    assert waiter.tokens == greedy(prompt_of(30, 9), 2, eos=None)
+    engine.core.close()
+
+
 def test_an_abort_during_a_step_takes_effect_after_it(engine: Engine):
     gate = Gate(engine.runner)
     waiter = engine.submit("a", prompt_of(9), 40)
@@ -200,7 +217,7 @@ def _hook_raises(engine: Engine) -> None:
 
 
 def _offer_raises(engine: Engine) -> None:
-    def refuse(request_id: str, blocks: Sequence[int]) -> None:
+    def refuse(request_id: str, blocks: Sequence[int], first_token: int) -> None:
         raise LookupError("no such leg")
 
     engine.hooks.offered = refuse  # type: ignore[method-assign]

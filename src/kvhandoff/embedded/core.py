@@ -38,20 +38,17 @@ from typing import Any
 
 from kvhandoff.core.chain import TokenChain, chain_root
 from kvhandoff.core.clock import Clock, monotonic
-from kvhandoff.core.errors import KVHandoffError, unavailable
+from kvhandoff.core.errors import unavailable
 from kvhandoff.core.reasons import Reason
 from kvhandoff.embedded.api import EngineRequest, KVHooks, ModelRunner, TokenOutput
 from kvhandoff.embedded.limits import check_request
+from kvhandoff.embedded.outlet import EngineFault, Outlet
 from kvhandoff.embedded.pool import BlockPool
 from kvhandoff.embedded.request_state import RequestState, Stage
-from kvhandoff.embedded.scheduler import Plan, Scheduler
+from kvhandoff.embedded.scheduler import Scheduler
 from kvhandoff.embedded.stepper import Stepper, StepResults
 
 logger = logging.getLogger(__name__)
-
-
-class EngineFault(KVHandoffError):
-    """The engine found its own bookkeeping wrong; it stops rather than go on with it."""
 
 
 class EngineCore:
@@ -73,7 +70,6 @@ class EngineCore:
         max_step_tokens: int = 512,
         prefix_cache: bool = True,
     ) -> None:
-        self.hooks = hooks
         self.layout = runner.layout
         pool = BlockPool(num_blocks, runner.layout.block_size, prefix_cache=prefix_cache)
         self.max_model_len = min(runner.max_context, num_blocks * pool.block_size)
@@ -82,18 +78,26 @@ class EngineCore:
         self._pool = pool
         self._scheduler = Scheduler(pool, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
         self._stepper = Stepper(runner, self._scheduler, clock)
+        self._outlet = Outlet(hooks, self.abort)
 
         self._wake = Condition()
         # Guarded by _wake, since other threads use them:
         self._inbox: deque[Callable[[], None]] = deque()
-        self._live: dict[str, EngineRequest] = {}  # until the last output is given out
-        self._growing: set[str] = set()  # whose growing offer is neither complete nor abandoned
         self._queued = 0  # submits in the inbox
         self._closing = self._failed = False
         self._counts: dict[str, int] = {}
 
         self._thread: Thread | None = None
         self._publish_counts()
+
+    @property
+    def hooks(self) -> KVHooks | None:
+        """The handoff side; without, only plain requests are taken."""
+        return self._outlet.hooks
+
+    @hooks.setter
+    def hooks(self, hooks: KVHooks | None) -> None:
+        self._outlet.hooks = hooks
 
     # -- EngineControl: any thread --------------------------------------------------------------------------
 
@@ -126,11 +130,7 @@ class EngineCore:
         with self._wake:
             if not self.healthy:
                 raise unavailable("the engine has stopped", code="engine_stopped")
-            if request.request_id in self._live:
-                raise EngineFault(f"request {request.request_id} is in the engine already")
-            self._live[request.request_id] = request
-            if request.grow:
-                self._growing.add(request.request_id)
+            self._outlet.open(request)
             self._queued += 1
             self._post(partial(self._on_submit, request, chain))
 
@@ -151,6 +151,10 @@ class EngineCore:
         """Return references that an offer, a retained turn, or a failed or abandoned load left with the
         handoff side."""
         self._post(partial(self._on_release, tuple(blocks)))
+
+    def live(self) -> list[str]:
+        """The requests that have not had their last output."""
+        return self._outlet.live()
 
     def load(self) -> dict[str, Any]:
         """`running`, `waiting`, `loading` requests, and `blocks_total`, `blocks_free`, `blocks_cached`, as of
@@ -206,24 +210,22 @@ class EngineCore:
             self._failed = not aborted
             self._inbox.clear()
             self._queued = 0
-            ending = list(self._live)
+        ending = self._outlet.live()
         for request_id in ending:
             state = self._scheduler.requests.get(request_id)
             try:
-                self._abandon_offer(request_id)
-                if state is not None and state.stage is Stage.LOADING:
-                    self._hooks.load_abandoned(request_id)
+                self._outlet.abandon(request_id, loading=state is not None and state.stage is Stage.LOADING)
             except Exception:
                 logger.exception("the handoff side could not be told of the end of %s", request_id)
             if state is not None and aborted:  # after a fault the bookkeeping is not to be trusted
-                self._scheduler.end(state)
+                self._stepper.forget(state)
         self._publish_counts()
         stopped = unavailable("the engine has stopped", code="engine_stopped")
         for request_id in ending:
             if aborted:
-                self._emit(TokenOutput(request_id, None, finish_reason="abort"))
+                self._outlet.emit(TokenOutput(request_id, None, finish_reason="abort"))
             else:
-                self._emit(TokenOutput(request_id, None, finish_reason="error", error=stopped))
+                self._outlet.emit(TokenOutput(request_id, None, finish_reason="error", error=stopped))
 
     # -- engine thread: one step ----------------------------------------------------------------------------
 
@@ -235,61 +237,16 @@ class EngineCore:
         self._take_inbox()
         plan = self._scheduler.plan(self._clock())
         self._publish_counts()
-        self._tell_plan(plan)
+        self._outlet.tell_plan(plan)
         if not plan.chunks:
             self._check_progress()
             return False
         self._tell(self._stepper.run(plan.chunks))
         return True
 
-    def _tell_plan(self, plan: Plan) -> None:
-        for state in plan.abandoned:
-            self._abandon_offer(state.request.request_id)
-        for state in plan.skipped:
-            self._hooks.load_skipped(state.request.request_id)
-        for state in plan.loading:
-            self._hooks.load_allocated(state.request.request_id, tuple(state.blocks), state.cached_blocks)
-        for state, blocks in plan.grown:
-            self._hooks.offer_grown(state.request.request_id, blocks)
-        if plan.short and self.hooks is not None:
-            self.hooks.memory_short(plan.short)
-
     def _tell(self, results: StepResults) -> None:
         self._publish_counts()
-        for request_id, blocks in results.grown:
-            self._hooks.offer_grown(request_id, blocks)
-        for request_id, blocks, first_token in results.offers:
-            with self._wake:
-                self._growing.discard(request_id)
-            self._hooks.offered(request_id, blocks, first_token)
-        for request_id, hashes, blocks in results.retained:
-            self._hooks.retained(request_id, hashes, blocks)
-        for output in results.outputs:
-            self._emit(output)
-
-    def _abandon_offer(self, request_id: str) -> None:
-        """Say that a growing offer will not be complete, unless that is said or it is."""
-        with self._wake:
-            growing = request_id in self._growing
-            self._growing.discard(request_id)
-        if growing:
-            self._hooks.offer_abandoned(request_id)
-
-    def _emit(self, output: TokenOutput) -> None:
-        """Give one output out; of a request that has ended already, nothing."""
-        last = output.finish_reason is not None
-        if last:
-            self._abandon_offer(output.request_id)
-        with self._wake:
-            live = self._live
-            request = live.pop(output.request_id, None) if last else live.get(output.request_id)
-        if request is None:
-            return
-        try:
-            request.on_output(output)
-        except Exception:
-            logger.exception("nobody takes the output of request %s; it ends", output.request_id)
-            self.abort(output.request_id)
+        self._outlet.tell(results)
 
     def _check_progress(self) -> None:
         """The watchdog against a deadlock: an idle engine with requests must have something to wait for."""
@@ -301,10 +258,12 @@ class EngineCore:
     # -- engine thread: the inbox ---------------------------------------------------------------------------
 
     def _take_inbox(self) -> None:
-        with self._wake:
-            events, self._inbox = self._inbox, deque()
-        for event in events:
-            event()
+        while True:
+            with self._wake:
+                if not self._inbox:
+                    return
+                event = self._inbox.popleft()
+            event()  # may post another, e.g. an abort by whoever takes a first token
 
     def _on_submit(self, request: EngineRequest, chain: TokenChain) -> None:
         with self._wake:
@@ -316,11 +275,11 @@ class EngineCore:
         state = self._scheduler.requests.get(request_id)
         if state is None:
             return
-        was_loading = state.stage is Stage.LOADING
+        loading = state.stage is Stage.LOADING
         results = self._stepper.abort(state)
-        if was_loading:
-            self._hooks.load_abandoned(request_id)
-        self._tell(results)
+        self._publish_counts()
+        self._outlet.abandon(request_id, loading=loading)
+        self._outlet.tell(results)
 
     def _on_load_finished(self, request_id: str, tokens: int, first_token: int | None) -> None:
         state = self._loading(request_id)
@@ -344,12 +303,6 @@ class EngineCore:
         return state if state is not None and state.stage is Stage.LOADING else None
 
     # -- small things ---------------------------------------------------------------------------------------
-
-    @property
-    def _hooks(self) -> KVHooks:
-        if self.hooks is None:
-            raise EngineFault("no hooks are set")
-        return self.hooks
 
     def _root(self, cache_salt: str) -> bytes:
         return chain_root(self._runner.model_fingerprint, self.layout.fingerprint(), cache_salt)

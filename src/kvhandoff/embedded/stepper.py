@@ -50,6 +50,11 @@ class Stepper:
         self._samplers[request.request_id] = sampler
         self._scheduler.add(request, root, chain)
 
+    def forget(self, state: RequestState) -> None:
+        """End a request wherever it is, with nothing to tell."""
+        self._scheduler.end(state)
+        del self._samplers[state.request.request_id]
+
     def abort(self, state: RequestState) -> StepResults:
         """End a request wherever it is."""
         results = StepResults()
@@ -152,16 +157,12 @@ class Stepper:
             hashes, blocks = self._scheduler.retain(state)
             if blocks:
                 results.retained.append((state.request.request_id, hashes, blocks))
-        self._forget(state)
+        self.forget(state)
 
     def _fail(self, state: RequestState, error: RequestError, results: StepResults) -> None:
-        self._forget(state)
+        self.forget(state)
         output = TokenOutput(state.request.request_id, None, finish_reason="error", error=error)
         results.outputs.append(output)
-
-    def _forget(self, state: RequestState) -> None:
-        self._scheduler.end(state)
-        del self._samplers[state.request.request_id]
 
 
 def _sequence_step(chunk: Chunk) -> SequenceStep:
