@@ -31,7 +31,9 @@ def run(*arguments: str, key: str = "k") -> subprocess.CompletedProcess[str]:
     [
         (["nonsense"], "nonsense"),
         (["up", "--prefill", "-1"], "--prefill"),
-        (["up", "--path", "push"], "'auto', 'pull', 'local'"),
+        (["up", "--path", "shove"], "'auto', 'pull', 'push', 'local'"),
+        (["up", "--return", "maybe"], "'auto', 'on', 'off'"),
+        (["up", "--retain", "forever"], "'renewable', 'fixed', 'off'"),
         (["up", "--transport", "carrier-pigeon"], "'auto', 'nixl', 'shm'"),
         (["up", "--port", "70000"], "less than or equal to 65535"),
         (["router"], "--decode"),

@@ -38,7 +38,7 @@ def test_all_of_a_given_up_attempt_is_retry() -> None:
     step(x, clock, 2, Phase.PREFILL_NETWORK)
     step(x, clock, 4, Phase.BIND)
     clock.advance(8)
-    x.failed(begin_again=True)
+    x.begin_again()
     assert x.timer.seconds == {Phase.ROUTE: 1, Phase.RETRY: 14}
     assert x.key == HandoffKey(HandoffId("h"), 1)
     step(x, clock, 16, Phase.ROUTE)
@@ -63,7 +63,7 @@ def test_a_leg_that_was_not_sent_keeps_the_attempt() -> None:
     step(x, clock, 2, Phase.PREFILL_NETWORK)
     step(x, clock, 4, Phase.BIND)
     clock.advance(8)
-    x.failed(begin_again=False)
+    x.failed(dispatched=False)
     assert x.key == HandoffKey(HandoffId("h"), 0)
     assert x.timer.seconds == {
         Phase.ROUTE: 1,

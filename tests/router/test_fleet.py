@@ -208,32 +208,32 @@ async def test_an_unreachable_engine_does_not_hold_up_others(f: Fixture) -> None
     await until(lambda: len(d.cursors) > seen + 3)
 
 
-async def test_every_decode_engine_meets_every_prefill_engine(f: Fixture) -> None:
-    """Field case 51: handshakes ahead of the first request, and again for a new life."""
+async def test_every_pair_meets(f: Fixture) -> None:
+    """Field case 51: handshakes ahead of the first request, from both sides, and again for a new life."""
     prefill = [await f.engine("prefill", f"p{i}") for i in range(4)]
     decode = [await f.engine("decode", f"d{i}") for i in range(4)]
     fleet = await f.fleet(prefill, decode)
-    addresses = {f"tcp://127.0.0.1:{engine.port + 1}" for engine in prefill}
+
+    def addresses(engines: list[MockEngine]) -> set[str]:
+        return {f"tcp://127.0.0.1:{engine.port + 1}" for engine in engines}
 
     def met(engine: MockEngine) -> set[str]:
         return {peer for ticket in list(engine.peers._queue) for peer in ticket.peers}  # type: ignore[attr-defined]
 
-    await until(lambda: all(met(engine) == addresses for engine in decode))
-    for engine in prefill:
-        assert (await soon(engine.peers.get())).peers == ()
-        assert engine.peers.empty()
+    for engines, others in ((prefill, decode), (decode, prefill)):
+        await until(lambda: all(met(engine) == addresses(others) for engine in engines))  # noqa: B023
+        for engine in engines:
+            while not engine.peers.empty():
+                ticket = engine.peers.get_nowait()
+                assert (ticket.leg, ticket.audience) == ("peers", engine.identity)
 
-    for engine in decode:
-        while not engine.peers.empty():
-            ticket = engine.peers.get_nowait()
-            assert (ticket.leg, ticket.audience) == ("peers", engine.identity)
-    await prefill[0].restart()
-    await fleet.poll(fleet.engines)
-    for engine in decode:
-        assert (await soon(engine.peers.get())).peers == (f"tcp://127.0.0.1:{prefill[0].port + 1}",)
-    await decode[0].restart()
-    await fleet.poll(fleet.engines)
-    assert set((await soon(decode[0].peers.get())).peers) == addresses
+    for (newcomer, *rest), others in ((prefill, decode), (decode, prefill)):
+        await newcomer.restart()
+        await fleet.poll(fleet.engines)
+        for engine in others:
+            assert set((await soon(engine.peers.get())).peers) == addresses([newcomer])
+        assert set((await soon(newcomer.peers.get())).peers) == addresses(others)
+        assert all(engine.peers.empty() for engine in rest)
 
 
 async def test_an_engine_with_another_key(f: Fixture, caplog: pytest.LogCaptureFixture) -> None:

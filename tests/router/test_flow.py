@@ -89,9 +89,10 @@ async def test_header_forces_the_path(cluster: Any, header: str, path: str, reas
 
 async def test_bad_path_header(cluster: Any) -> None:
     async with cluster() as c:
-        status, answer = await c.post(c.body(), headers={"x-kvhandoff-path": "push"})
+        status, answer = await c.post(c.body(), headers={"x-kvhandoff-path": "shove"})
         assert status == 400
-        assert answer["error"]["message"] == "x-kvhandoff-path: got 'push', allowed is auto, pull, local"
+        wanted = "x-kvhandoff-path: got 'shove', allowed is auto, pull, push, local"
+        assert answer["error"]["message"] == wanted
         assert answer["error"]["param"] == "x-kvhandoff-path"
         assert c.p.legs.empty()
         assert c.d.legs.empty()

@@ -195,6 +195,7 @@ async def test_record(cluster: Any, stream: bool, path: str) -> None:
             "prefill_cache": 1 if pulled else 0,
             "decode_cache": 0,
             "transferred": 3 if pulled else 0,
+            "returned": 0,
         }
         assert record["computed_tokens"] == {"prefill": 3 if pulled else 0, "decode": 1 if pulled else 4}
         assert (record["prompt_tokens"], record["completion_tokens"]) == (4, 2)

@@ -53,6 +53,8 @@ ROWS: list[tuple[str, Any, Any, Any]] = [
     ("guided_choice", ["a"], ABSENT, ["a"]),
     ("guided_grammar", "g", ABSENT, "g"),
     ("cache_salt", "tenant", "tenant", "tenant"),
+    ("conversation_id", "mine", ABSENT, ABSENT),
+    ("prompt_cache_key", "mine", ABSENT, ABSENT),
     ("request_id", "mine", ABSENT, ABSENT),
     ("kv_transfer_params", {"remote_host": "169.254.169.254"}, ABSENT, ABSENT),
     # no row: kept

@@ -19,6 +19,7 @@ from kvhandoff.router.policy import (
 
 def engine(url: str, **fields: Any) -> EngineView:
     values = {"model": "m", "healthy": True, "block_size": 16, "load": 0, "chosen": 0} | fields
+    values = {"waiting": 0, "room": 1000} | values
     return EngineView(url=url, **values)
 
 
@@ -69,16 +70,17 @@ def test_path(
 
 
 @pytest.mark.parametrize(
-    ("header", "choice"), [(None, "pull"), ("auto", "auto"), ("LOCAL ", "local"), ("pull", "pull")]
+    ("header", "choice"),
+    [(None, "pull"), ("auto", "auto"), ("LOCAL ", "local"), ("pull", "pull"), ("Push", "push")],
 )
 def test_requested_path(header: str | None, choice: str) -> None:
     assert requested_path(header, "pull") == choice
 
 
-@pytest.mark.parametrize("header", ["", "push", "pull,local", "x" * 1000])
+@pytest.mark.parametrize("header", ["", "shove", "pull,local", "x" * 1000])
 def test_bad_requested_path(header: str) -> None:
     with pytest.raises(
-        RequestError, match=r"x-kvhandoff-path: got .*, allowed is auto, pull, local"
+        RequestError, match=r"x-kvhandoff-path: got .*, allowed is auto, pull, push, local"
     ) as error:
         requested_path(header, "auto")
     assert error.value.status == 400

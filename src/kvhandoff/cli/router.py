@@ -28,7 +28,24 @@ class PathOption(StrEnum):
 
     AUTO = "auto"
     PULL = "pull"
+    PUSH = "push"
     LOCAL = "local"
+
+
+class ReturnOption(StrEnum):
+    """Whether a conversation's next turn gets the history from the decode engine that keeps it."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class RetainOption(StrEnum):
+    """How long decode engines keep a turn for the next one."""
+
+    RENEWABLE = "renewable"
+    FIXED = "fixed"
+    OFF = "off"
 
 
 class MissOption(StrEnum):
@@ -38,12 +55,26 @@ class MissOption(StrEnum):
     ERROR = "error"
 
 
+ReturnMode = typer.Option(
+    ReturnOption.AUTO,
+    "--return",
+    help="Whether a conversation's next turn gets its history back.",
+)
+Retain = typer.Option(
+    RetainOption.RENEWABLE,
+    "--retain",
+    help="Keep turns under a renewed lease, for a fixed time, or not at all.",
+)
+
+
 def router(
     prefill: list[str] = typer.Option([], help="URL of a prefill engine; may be given several times."),
     decode: list[str] = typer.Option(..., help="URL of a decode engine; may be given several times."),
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
+    return_mode: ReturnOption = ReturnMode,
+    retain: RetainOption = Retain,
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
     cluster_key_file: Path | None = ClusterKeyFile,
     log_level: Level = LogLevel,
@@ -61,6 +92,8 @@ def router(
         host=host,
         port=port,
         path=path.value,
+        return_mode=return_mode.value,
+        retain=retain.value,
         on_miss=on_miss.value,
     )
 

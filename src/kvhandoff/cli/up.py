@@ -17,7 +17,7 @@ from rich.table import Table
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, Level, check_port, stop_event
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
-from kvhandoff.cli.router import MissOption, PathOption
+from kvhandoff.cli.router import MissOption, PathOption, Retain, RetainOption, ReturnMode, ReturnOption
 
 _Result = TypeVar("_Result")
 
@@ -29,6 +29,8 @@ def up(
     host: str = typer.Option("127.0.0.1", help="Address of the router; engines stay on 127.0.0.1."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port of the router; 0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
+    return_mode: ReturnOption = ReturnMode,
+    retain: RetainOption = Retain,
     transport: TransportChoice = typer.Option(
         TransportChoice.AUTO, help="NIXL if installed, or shared memory."
     ),
@@ -64,7 +66,8 @@ def up(
     children = [engine("prefill", i) for i in range(prefill)] + [engine("decode", i) for i in range(decode)]
 
     def router(urls: list[str]) -> Child:
-        arguments = ["router", "--host", host, "--path", path, "--on-miss", on_miss, "--log-level", log_level]
+        arguments = ["router", "--host", host, "--log-level", log_level]
+        arguments += ["--path", path, "--return", return_mode, "--retain", retain, "--on-miss", on_miss]
         for index, url in enumerate(urls):
             arguments += ["--prefill" if index < prefill else "--decode", url]
         return Child("router", arguments, environment, port=port)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 from aiohttp import web
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
+from kvhandoff.core.records import LegRecord
+from kvhandoff.router.admission import Admission
 from kvhandoff.router.body import unknown_model
 from kvhandoff.router.config import RouterConfig
+from kvhandoff.router.conversations import Conversations
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.records import Draft, Records
 from kvhandoff.router.relay import Relay
-from kvhandoff.web import Server, errors, json_response
+from kvhandoff.web import Server, errors, json_response, read_body
 from kvhandoff.web import serve as listen
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,7 @@ _KEEP_IDLE_S = 15.0
 """Idle connections to engines are kept this long, well below what engines keep theirs."""
 _LEG_POLL_S = 0.02
 """Between two looks for an engine's account that is about to come in."""
+_MAX_ORDER_BYTES = 4096
 
 
 class Front:
@@ -44,6 +49,7 @@ class Front:
             on_closed=self._metrics.count_request,
             on_settled=self._metrics.observe,
         )
+        self._conversations = Conversations(config.max_conversations)
         self._fleet: Fleet
         self._relay: Relay
 
@@ -55,6 +61,7 @@ class Front:
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
             web.get("/v1/handoffs/{id}", self.handoff),
+            web.post("/v1/handoffs/{id}/rebind", self.rebind),
             web.get("/health", self.health),
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
@@ -71,13 +78,20 @@ class Front:
             trust_env=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            self._fleet = Fleet(self._config, session, self._clock, self._records.add_legs)
-            self._relay = Relay(self._config, self._fleet, session, self._records, self._clock)
+            self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs)
+            admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
+            self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
             await self._fleet.start()
             try:
                 yield
             finally:
                 await self._fleet.close()
+
+    def _add_legs(self, legs: Sequence[LegRecord]) -> None:
+        """Engines' accounts."""
+        for leg in legs:
+            self._conversations.account(leg)
+        self._records.add_legs(legs)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         with self._metrics.in_flight.track_inprogress():
@@ -110,6 +124,18 @@ class Front:
 
     async def handoff(self, request: web.Request) -> web.Response:
         """A request's record; waits a moment for accounts that the engines have not given yet."""
+        draft = self._draft(request)
+        await self._settle(draft)
+        return json_response(draft.record())
+
+    async def rebind(self, request: web.Request) -> web.Response:
+        """Move a request to another decode engine before its answer begins. For operators."""
+        draft = self._draft(request)
+        order = read_order(await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s))
+        running = self._relay.running.get(draft.handoff_id)
+        return json_response(await rebind(draft, running, self._fleet, order))
+
+    def _draft(self, request: web.Request) -> Draft:
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
         if draft is None:
@@ -120,8 +146,7 @@ class Front:
                 param="id",
                 code="handoff_not_found",
             )
-        await self._settle(draft)
-        return json_response(draft.record())
+        return draft
 
     async def _settle(self, draft: Draft) -> None:
         try:

@@ -52,14 +52,14 @@ def summarize(fields: Fields, *, chat: bool) -> RequestSummary:
     else:
         prompts, bound = _measure_prompt(fields)
     return RequestSummary(
-        model=_text(fields, "model"),
+        model=read_text(fields, "model"),
         chat=chat,
         stream=_is_true(fields, "stream"),
         prompts=prompts,
         prompt_bound=bound,
         prompt_logprobs=_given(fields, "prompt_logprobs")
         or (_is_true(fields, "echo") and _given(fields, "logprobs")),
-        cache_salt=_text(fields, "cache_salt"),
+        cache_salt=read_text(fields, "cache_salt"),
     )
 
 
@@ -71,7 +71,7 @@ def _measure_prompt(fields: Fields) -> tuple[int, int]:
     """(prompts, bound on their tokens) of a completion's `prompt`: text, token ids, or a list of either."""
     size = _size(fields, "prompt")
     if not size or memoryview(fields["prompt"])[0] != ord("["):
-        return 1, len(_text(fields, "prompt").encode()) if size <= _READ_UP_TO else size
+        return 1, len(read_text(fields, "prompt").encode()) if size <= _READ_UP_TO else size
     raw = bytes(fields["prompt"])
     first = raw[1:].lstrip()[:1]
     if first in (b'"', b"["):
@@ -91,7 +91,8 @@ def _given(fields: Fields, name: str) -> bool:
     return name in fields and bytes(fields[name]) not in (b"null", b"false")
 
 
-def _text(fields: Fields, name: str) -> str:
+def read_text(fields: Fields, name: str) -> str:
+    """The text in a field; empty when it is missing, or no text."""
     if name not in fields:
         return ""
     try:

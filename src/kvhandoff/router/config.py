@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.tickets import MissPolicy
-from kvhandoff.router.policy import PATH_CHOICES, PathChoice
+from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, ReturnChoice
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
+
+RetainChoice = Literal["renewable", "fixed", "off"]
+RETAIN_CHOICES: tuple[RetainChoice, ...] = get_args(RetainChoice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,9 @@ class Timeouts:
     retry_s: float = 60.0
     """No new attempt starts when the request is older than this; the client gets the last failure."""
     withdraw_s: float = 0.5
-    """Telling a prefill engine that nobody will come; its lease ends the offer in any case."""
+    """Telling an engine that nobody will come, or that a leg is moved; its own deadlines end both anyway."""
+    linger_s: float = 0.5
+    """A pushed prompt's prefill leg, after the answer has begun; then it is ended, since nobody needs it."""
     poll_s: float = 2.0
     """One state report of one engine; three missed ones make it unhealthy."""
     record_s: float = 1.0
@@ -57,12 +63,20 @@ class RouterConfig:
     """The path of requests that don't force one with the header x-kvhandoff-path."""
     on_miss: MissPolicy = "recompute"
     """When the KV can't be used: compute the prompt on the decode engine, or answer with an error."""
+    return_mode: ReturnChoice = "auto"
+    """Whether requests that don't say with the header x-kvhandoff-return get their conversation's history
+    from the decode engine that keeps it."""
+    retain: RetainChoice = "renewable"
+    """How long decode engines keep a turn for the next one: under a lease that each use renews, for a fixed
+    time, or not at all."""
     max_attempts: int = 3
     """Attempts of one request in all, the first one included."""
     poll_interval_s: float = 0.5
     max_body_bytes: int = 32 * 2**20
     max_records: int = 10_000
     """Records kept for `GET /v1/handoffs/{id}`; the oldest go first."""
+    max_conversations: int = 50_000
+    """Names of turns that are remembered, about two for each; the least recently used go first."""
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
@@ -78,10 +92,12 @@ class RouterConfig:
         if not self.cluster_key:
             raise ConfigError("cluster_key: got an empty key, allowed is one byte or more")
         _check_choice("path", self.path, PATH_CHOICES)
+        _check_choice("return_mode", self.return_mode, RETURN_CHOICES)
+        _check_choice("retain", self.retain, RETAIN_CHOICES)
         _check_choice("on_miss", self.on_miss, MISS_POLICIES)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, allowed is 0 to 65535")
-        for name in ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records"):
+        for name in ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records", "max_conversations"):
             _check_positive(name, getattr(self, name))
         for item in fields(self.timeouts):
             _check_positive(f"timeouts.{item.name}", getattr(self.timeouts, item.name))

@@ -27,6 +27,8 @@ from kvhandoff.router.config import Timeouts
 from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.legs import decode_fields, leg_body, prefill_fields
+from kvhandoff.router.moves import Bound, Moved
+from kvhandoff.router.source import Source
 from kvhandoff.router.stream import Passage
 
 log = logging.getLogger(__name__)
@@ -49,34 +51,51 @@ class Dispatcher:
         self._timeouts = timeouts
         self._on_miss = on_miss
 
-    async def prefill(self, x: Exchange, engine: Engine) -> Outcome | None:
-        """Run the prefill leg; None: done, `x.prefilled` has the result. A 4xx is the client's answer."""
-        ticket = engine.sign("prefill", x.key, cache_salt=x.summary.cache_salt)
-        body = leg_body(prefill_fields(x.fields), TicketParams(ticket))
-        x.draft.prefill = x.leg_at(engine)
-        x.outstanding = engine, x.draft.prefill
-        with engine.reserve():
+    async def prefill(self, x: Exchange, source: Source) -> Outcome | None:
+        """Run a prefill leg that the decode leg waits for (pull). None: done, `source.prefilled` has the
+        result. A 4xx is the client's answer."""
+        body = self.prefill_body(x, source)
+        with source.engine.reserve():
             x.cut(Phase.ROUTE)
-            try:
-                async with (
-                    asyncio.timeout(self._timeouts.prefill_s),
-                    self._post(x, engine, body) as upstream,
-                ):
-                    answer = await whole(upstream)
-            except (aiohttp.ClientError, OSError) as error:
-                raise network_failure(engine, error) from error
+            refused = await self.prefill_leg(x, source, body)
         x.cut(Phase.PREFILL_NETWORK)
+        if refused is None:
+            return None
+        source.owed = False
+        return _pass_on(x, refused)
+
+    def prefill_body(self, x: Exchange, source: Source, target: Engine | None = None) -> bytes:
+        """What the prefill leg is sent; `target`: the decode engine that will grant its blocks (push)."""
+        addresses = (target.state.control_address,) if target is not None and target.state is not None else ()
+        ticket = source.engine.sign(
+            "prefill",
+            source.ref.key,
+            cache_salt=x.summary.cache_salt,
+            history=x.history,
+            push=target is not None,
+            peers=addresses,
+        )
+        return leg_body(prefill_fields(x.fields), TicketParams(ticket))
+
+    async def prefill_leg(self, x: Exchange, source: Source, body: bytes) -> Answer | None:
+        """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
+        source.owed = True
+        engine = source.engine
+        try:
+            async with asyncio.timeout(self._timeouts.prefill_s), self._post(x, engine, body) as upstream:
+                answer = await whole(upstream)
+        except (aiohttp.ClientError, OSError) as error:
+            raise network_failure(engine, error) from error
         if answer.status != 200:
-            refused = for_client(engine, answer)
-            x.outstanding = None
-            return _pass_on(x, refused)
-        x.prefilled = read_prefilled(engine, x.key, answer)
+            return for_client(engine, answer)
+        source.prefilled = read_prefilled(engine, source.ref.key, answer)
         return None
 
     async def decode(self, x: Exchange, engine: Engine) -> Outcome:
         """Run the decode or local leg and give the client its answer.
 
-        Raises RequestError when an answer that is not streamed breaks off.
+        Raises RequestError when an answer that is not streamed breaks off, and Moved when an operator has
+        taken the leg away.
         """
         params = self._decode_params(x, engine)
         body = leg_body(decode_fields(x.fields), params)
@@ -85,31 +104,54 @@ class Dispatcher:
         with engine.reserve():
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
-                async with asyncio.timeout(limit) as deadline, self._post(x, engine, body) as upstream:
-                    if upstream.status != 200:
-                        return _pass_on(x, for_client(engine, await whole(upstream)))
-                    if upstream.content_type != EVENT_STREAM:
-                        return await _answer(x, engine, upstream)
-                    first = await upstream.content.readany()
-                    if not first:
-                        raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
-                    deadline.reschedule(None)  # from here on, the passage has its own
-                    passage = _passage(x, engine, upstream)
-                    await passage.carry(first, upstream.content, self._timeouts.idle_s)
+                async with asyncio.timeout(limit) as deadline:
+                    x.bound = Bound(engine, deadline)
+                    async with self._post(x, engine, body) as upstream:
+                        if upstream.status != 200:
+                            x.settle()
+                            return _pass_on(x, for_client(engine, await whole(upstream)))
+                        if upstream.content_type != EVENT_STREAM:
+                            x.settle()
+                            return await _answer(x, engine, upstream)
+                        first = await upstream.content.readany()
+                        if not first:
+                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                        x.settle()
+                        deadline.reschedule(None)  # from here on, the passage has its own
+                        passage = _passage(x, engine, upstream)
+                        await passage.carry(first, upstream.content, self._timeouts.idle_s)
             except (aiohttp.ClientError, OSError) as error:
+                if x.move is not None and isinstance(error, TimeoutError):
+                    raise Moved from error
                 raise network_failure(engine, error) from error
+            finally:
+                x.bound = None
         return await self._end(x, engine, passage)
 
     def _decode_params(self, x: Exchange, engine: Engine) -> TicketParams | None:
-        salt = x.summary.cache_salt
-        if x.summary.prompts > 1:
+        summary, source = x.summary, x.source
+        if summary.prompts > 1:
             # A ticket is for one prompt; an engine without one serves each prompt alone.
             x.draft.joinable = False
             return None
-        if x.prefilled is None:
-            return TicketParams(engine.sign("local", x.key, cache_salt=salt))
-        ticket = engine.sign("decode", x.key, cache_salt=salt, offer=x.prefilled.offer, on_miss=self._on_miss)
-        return TicketParams(ticket, x.prefilled.prompt_token_ids)
+        salt, retain = summary.cache_salt, x.retain
+        if source is None:
+            # The engine that has the history finds it in its own prefix cache. Log-probabilities of the
+            # prompt come out of computing it.
+            fetch = x.holder is not engine and not summary.prompt_logprobs
+            history = x.history if fetch else None
+            return TicketParams(engine.sign("local", x.key, cache_salt=salt, history=history, retain=retain))
+        done = source.prefilled
+        ticket = engine.sign(
+            "decode",
+            x.key,
+            cache_salt=salt,
+            offer=done.offer if done is not None else None,
+            push_from=source.offer() if done is None and source.usable else None,
+            retain=retain,
+            on_miss=self._on_miss,
+        )
+        return TicketParams(ticket, done.prompt_token_ids if done is not None else None)
 
     async def _end(self, x: Exchange, engine: Engine, passage: Passage) -> Outcome:
         if passage.broken is not None:
@@ -136,7 +178,7 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
         log.warning("%s: %s: its answer broke off: %s", x.key, engine, describe(error))
         why = f"{engine} ended before its answer was complete"
         raise RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error") from error
-    x.outstanding = None
+    x.answering()
     x.cut(Phase.DECODE_NETWORK)
     if not x.draft.joinable:
         x.draft.response_id = read_response_id(answer) or x.draft.response_id
@@ -144,13 +186,13 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
 
 
 def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Passage:
-    """The way of a stream that has begun to the client; the decode engine has the offer in hand."""
-    x.outstanding = None
+    """The way of a stream that has begun to the client."""
 
     def first_byte() -> None:
         x.draft.first_byte_s = x.elapsed()
 
     def first_content() -> None:
+        x.answering()
         x.cut(Phase.DECODE_NETWORK)
         x.draft.first_content_s = x.timer.total
 

@@ -14,10 +14,12 @@ import msgspec
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.records import EngineState, LegRecord
-from kvhandoff.handoff.messages import OfferDescriptor
+from kvhandoff.handoff.events import Retention
+from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.policy import EngineView
+from kvhandoff.router.records import LegRef
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,8 @@ class Engine:
             block_size=state.block_size if state else 0,
             load=self.reserved + reported,
             chosen=self.chosen,
+            waiting=state.waiting if state else 0,
+            room=state.blocks.free + state.blocks.cached if state else 0,
         )
 
     @contextmanager
@@ -147,6 +151,10 @@ class Engine:
         *,
         cache_salt: str = "",
         offer: OfferDescriptor | None = None,
+        push_from: OfferRef | None = None,
+        push: bool = False,
+        history: HistoryRef | None = None,
+        retain: Retention | None = None,
         on_miss: MissPolicy = "recompute",
         peers: tuple[str, ...] = (),
     ) -> str:
@@ -164,6 +172,10 @@ class Engine:
             key=key,
             cache_salt=cache_salt,
             offer=offer,
+            push_from=push_from,
+            push=push,
+            history=history,
+            retain=retain,
             on_miss=on_miss,
             peers=peers,
         )
@@ -193,6 +205,14 @@ class Engine:
             error = EngineError(why := describe(failure))
         log.info("%s did not take %s: %s", self, action, why)
         return error
+
+    async def withdraw(self, leg: LegRef) -> None:
+        """Have it end a leg, and the offer that the leg has made or would make.
+
+        Best effort: leases and deadlines end both in any case, and another life has forgotten them.
+        """
+        if self.identity == leg.engine:
+            await self.tell("withdraw", self.sign("withdraw", leg.key), self._timeouts.withdraw_s)
 
     async def introduce(self, peers: tuple[str, ...]) -> None:
         """Have it connect to the control addresses `peers`; even with none of them its key is checked.

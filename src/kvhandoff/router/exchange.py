@@ -9,11 +9,15 @@ from aiohttp import web
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.phases import Phase, PhaseTimer
-from kvhandoff.router.answers import Prefilled
+from kvhandoff.handoff.events import Retention
+from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router.body import Fields
+from kvhandoff.router.conversations import Names
 from kvhandoff.router.engine import Engine
+from kvhandoff.router.moves import Bound, Move
 from kvhandoff.router.policy import Path, RequestSummary
 from kvhandoff.router.records import Draft, LegRef
+from kvhandoff.router.source import Source
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,14 +32,32 @@ class Exchange:
     clock: Clock
     timer: PhaseTimer
     draft: Draft
+    names: Names | None = None
+    """Of its conversation; None: no return wanted."""
+    history: HistoryRef | None = None
+    """What a decode engine has kept of the conversation's last turn."""
+    holder: Engine | None = None
+    """The engine that has the history."""
+    retain: Retention | None = None
+    """How this turn is kept for the next one."""
     attempt: int = 0
     """Of the key in tickets. Goes up when an attempt that may have begun is given up."""
+    failures: int = 0
+    """Legs of it that failed, so that another attempt was needed."""
     avoid: set[str] = field(default_factory=set)
     """URLs of engines that failed this request."""
-    prefilled: Prefilled | None = None
-    """The prefill leg's result, for a decode leg to come."""
-    outstanding: tuple[Engine, LegRef] | None = None
-    """The prefill leg that may leave an offer, until a decode engine has answered for it."""
+    source: Source | None = None
+    """The prefill leg, for a decode leg beside it (push) or to come (pull)."""
+    target: Engine | None = None
+    """The decode engine that has, or had, the decode leg."""
+    bound: Bound | None = None
+    """The decode leg that an operator may still move."""
+    move: Move | None = None
+    """An operator's order to move it."""
+    left: Engine | None = None
+    """The decode engine whose leg was given up while the prefill leg goes on."""
+    answered: bool = False
+    """The decode engine's answer has begun: its KV is complete."""
 
     @property
     def path(self) -> Path | None:
@@ -59,15 +81,29 @@ class Exchange:
         """Give the time since the last cut to `phase`."""
         self.timer.mark(phase)
 
-    def failed(self, *, begin_again: bool) -> None:
-        """The time since the last cut was for nothing.
+    def settle(self) -> None:
+        """The decode engine has begun to answer: too late to move the leg."""
+        self.bound = None
+        if self.move is not None:
+            self.move.overtaken()
+            self.move = None
 
-        `begin_again`: so was the attempt's before; the next one has another key and its own prefill leg.
-        """
+    def answering(self) -> None:
+        """The decode engine's answer has begun."""
+        self.answered = True
+        if self.source is not None:
+            self.source.use()
+
+    def failed(self, *, dispatched: bool) -> None:
+        """The time since the last cut was for nothing. `dispatched`: the leg may have begun, so that the next
+        one needs another key."""
         self.cut(Phase.RETRY)
-        if not begin_again:
-            return
-        self.attempt += 1
-        self.prefilled = None
+        self.attempt += dispatched
+
+    def begin_again(self) -> None:
+        """The attempt is given up as a whole; the next one has another key and its own prefill leg."""
+        self.failed(dispatched=True)
+        self.source = None
+        self.draft.prefill_wall_s = None
         for phase in (Phase.PREFILL_NETWORK, Phase.BIND, Phase.DECODE_NETWORK):
             self.timer.seconds[Phase.RETRY] += self.timer.seconds.pop(phase, 0.0)

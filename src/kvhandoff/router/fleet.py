@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from kvhandoff.core.clock import Clock
+from kvhandoff.core.ids import Identity
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.tickets import TicketKey
 from kvhandoff.router.config import RouterConfig
@@ -81,11 +82,17 @@ class Fleet:
                 models[name] = min(longest, models.get(name, longest))
         return models
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def life(self, identity: Identity) -> Engine | None:
+        """The healthy decode engine that lives this life."""
+        living = (engine for engine in self.decode if engine.healthy and engine.identity == identity)
+        return next(living, None)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run it in the background, until it ends or the fleet closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _follow(self, engine: Engine) -> None:
         while True:
@@ -93,16 +100,19 @@ class Fleet:
             await engine.poll()
 
     def _introduce(self, newcomer: Engine) -> None:
-        """Have decode engines shake hands with the prefill engines they'll read from (field case 51).
+        """Have prefill and decode engines shake hands, each with the others, ahead of the first request
+        (field case 51): a decode engine reads what it pulls; a prefill engine writes what it pushes, and
+        reads the history of a conversation.
 
         The newcomer hears from the router in any case, so that its cluster key is checked.
         """
-        self._connect(newcomer, self.prefill if newcomer.role == "decode" else [])
-        if newcomer.role == "prefill" and newcomer.healthy:
-            for reader in self.decode:
-                if reader.healthy:
-                    self._connect(reader, [newcomer])
+        others = self.prefill if newcomer.role == "decode" else self.decode
+        self._connect(newcomer, others)
+        if newcomer.healthy:
+            for other in others:
+                if other.healthy:
+                    self._connect(other, [newcomer])
 
-    def _connect(self, reader: Engine, sources: Sequence[Engine]) -> None:
-        peers = tuple(engine.state.control_address for engine in sources if engine.healthy and engine.state)
-        self.spawn(reader.introduce(peers))
+    def _connect(self, engine: Engine, peers: Sequence[Engine]) -> None:
+        addresses = tuple(peer.state.control_address for peer in peers if peer.healthy and peer.state)
+        self.spawn(engine.introduce(addresses))

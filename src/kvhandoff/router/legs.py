@@ -109,6 +109,9 @@ REWRITING: Final[Mapping[str, Row]] = {
     "guided_grammar": Row(DROP),
     # In the root of the token chain: both legs need the same.
     "cache_salt": Row(KEEP),
+    # Names of the conversation, for the router.
+    "conversation_id": Row(DROP, DROP),
+    "prompt_cache_key": Row(DROP, DROP),
     # A handoff has the router's id.
     "request_id": Row(DROP, DROP),
     # Never a client's (field case 60); the router puts its own ticket there.

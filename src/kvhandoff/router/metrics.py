@@ -33,6 +33,28 @@ class RouterMetrics:
             ["reason", "kind"],
             registry=self._registry,
         )
+        self._lookups = Counter(
+            "kvhandoff_router_return_lookups",
+            "Turns of conversations that were looked up, by whether a decode engine keeps an earlier one.",
+            ["result"],
+            registry=self._registry,
+        )
+        self._returned = Counter(
+            "kvhandoff_router_returned_tokens",
+            "Prompt tokens whose KV was read from the decode engine of an earlier turn.",
+            registry=self._registry,
+        )
+        self._rebinds = Counter(
+            "kvhandoff_router_rebinds",
+            "Times that another decode engine was chosen while a prefill leg went on.",
+            registry=self._registry,
+        )
+        self._bytes = Counter(
+            "kvhandoff_router_moved_bytes",
+            "KV moved for requests: 'early', before the end of prefill, 'late', after it, and 'return'.",
+            ["part"],
+            registry=self._registry,
+        )
         self._ttft = Histogram(
             "kvhandoff_router_ttft_seconds",
             "From a request's arrival to its first content.",
@@ -69,12 +91,21 @@ class RouterMetrics:
         endpoint = "chat_completions" if draft.chat else "completions"
         self._requests.labels(endpoint, draft.path or "none", str(draft.status)).inc()
 
+    def count_lookup(self, *, found: bool) -> None:
+        """One turn's conversation was looked up."""
+        self._lookups.labels("hit" if found else "miss").inc()
+
     def observe(self, record: RequestRecord) -> None:
         """One record is complete."""
         if record.ttft_s is not None and record.path is not None:
             self._ttft.labels(record.path).observe(record.ttft_s)
             for phase, seconds in record.phases.items():
                 self._phases.labels(phase).observe(seconds)
+        self._returned.inc(record.reused_tokens.returned)
+        self._rebinds.inc(record.rebound)
+        self._bytes.labels("early").inc(record.early_bytes)
+        self._bytes.labels("late").inc(record.bytes - record.early_bytes)
+        self._bytes.labels("return").inc(record.return_bytes)
 
     def text(self, engines: Iterable[Engine]) -> bytes:
         """The page, with the engines' present state."""

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from kvhandoff.core.errors import invalid
 from kvhandoff.core.reasons import Reason
 
-Path = Literal["local", "pull"]
-PathChoice = Literal["auto", "pull", "local"]
+Path = Literal["local", "pull", "push"]
+PathChoice = Literal["auto", "pull", "push", "local"]
 PATH_CHOICES: tuple[PathChoice, ...] = get_args(PathChoice)
 PATH_HEADER = "x-kvhandoff-path"
+
+ReturnChoice = Literal["auto", "on", "off"]
+"""Whether a turn's KV is kept, and fetched for the next turn. `on`: whenever the history can be found;
+`auto`: not when it is too short to gain anything."""
+RETURN_CHOICES: tuple[ReturnChoice, ...] = get_args(ReturnChoice)
+RETURN_HEADER = "x-kvhandoff-return"
+
+PUSH_ABOVE = 512
+"""Tokens. A prompt of one prefill chunk is complete when the first write could start."""
+MIN_RETURN_TOKENS = 64
+"""A history of fewer tokens is computed again: what engines fetch by default."""
+HOLDER_LEAD = 4
+"""How many legs more than the least loaded one the decode engine with the history may have."""
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +46,10 @@ class EngineView:
     """Legs that the router has reserved here and not seen end, plus the requests that the engine reported."""
     chosen: int
     """Legs that it was ever given; spreads requests over equally loaded engines."""
+    waiting: int
+    """Requests that have no blocks there yet, as it reported."""
+    room: int
+    """Blocks that an allocation could take, as it reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +86,30 @@ class PathDecision(NamedTuple):
 
 def requested_path(header: str | None, default: PathChoice) -> PathChoice:
     """The path that this request asks for in its header `x-kvhandoff-path`. Raises RequestError."""
+    return _requested(PATH_HEADER, header, PATH_CHOICES, default)
+
+
+def requested_return(header: str | None, default: ReturnChoice) -> ReturnChoice:
+    """What this request asks for in its header `x-kvhandoff-return`. Raises RequestError."""
+    return _requested(RETURN_HEADER, header, RETURN_CHOICES, default)
+
+
+def _requested(name: str, header: str | None, allowed: Sequence[_Choice], default: _Choice) -> _Choice:
     if header is None:
         return default
-    for choice in PATH_CHOICES:
+    for choice in allowed:
         if header.strip().lower() == choice:
             return choice
-    raise invalid(PATH_HEADER, header, ", ".join(PATH_CHOICES))
+    raise invalid(name, header, ", ".join(allowed))
 
 
-def choose_path(requested: PathChoice, request: RequestSummary, fleet: FleetView) -> PathDecision:
-    """The path of a request: what can't be handed over stays local, then what was asked for, then `auto`."""
+def choose_path(
+    requested: PathChoice, request: RequestSummary, fleet: FleetView, holder: str | None = None
+) -> PathDecision:
+    """The path of a request: what can't be handed over stays local, then what was asked for, then `auto`.
+
+    `holder` is the URL of the decode engine that has the conversation's history.
+    """
     if request.prompts > 1:
         # A handoff moves one prompt's KV.
         return PathDecision("local", Reason.SEVERAL_PROMPTS)
@@ -88,11 +121,29 @@ def choose_path(requested: PathChoice, request: RequestSummary, fleet: FleetView
     sources = _usable(fleet.prefill, request.model)
     if not sources:
         return PathDecision("local", Reason.NO_PREFILL_ENGINE)
-    if requested == "pull":
-        return PathDecision("pull", Reason.FORCED)
+    if requested != "auto":
+        return PathDecision(requested, Reason.FORCED)
     if request.prompt_bound <= max(engine.block_size for engine in sources):
         return PathDecision("local", Reason.SHORT_PROMPT)
+    if request.prompt_bound > PUSH_ABOVE and _has_room(request, fleet, holder):
+        return PathDecision("push", None)
+    # A later choice of the decode engine costs nothing here: one chunk can't be written while it is computed,
+    # and an engine without room could not grant its blocks in time.
     return PathDecision("pull", None)
+
+
+def _has_room(request: RequestSummary, fleet: FleetView, holder: str | None) -> bool:
+    """Whether the decode engine that would be chosen now can grant its blocks at once."""
+    target = choose_decode(fleet, request.model, holder=holder)
+    if isinstance(target, Reason):
+        return False
+    return not target.waiting and target.room * target.block_size >= request.prompt_bound
+
+
+def choose_return(requested: ReturnChoice, n_tokens: int) -> Reason | None:
+    """Why a history of at most `n_tokens` tokens is not fetched; None: it is."""
+    too_short = requested == "auto" and n_tokens < MIN_RETURN_TOKENS
+    return Reason.RETURN_TOO_SHORT if too_short else None
 
 
 def choose_prefill(
@@ -104,13 +155,19 @@ def choose_prefill(
 
 
 def choose_decode(
-    fleet: FleetView, model: str, avoid: Collection[str] = ()
+    fleet: FleetView, model: str, avoid: Collection[str] = (), holder: str | None = None
 ) -> EngineView | Literal[Reason.NO_DECODE_ENGINE]:
-    """The least loaded decode engine; one of `avoid` (URLs) only when there is no other."""
+    """The decode engine at `holder` (URL), which has the conversation's history, unless another has much less
+    to do (field case 42); else the least loaded one. One of `avoid` (URLs) only when there is no other."""
     usable = _usable(fleet.decode, model)
     if not usable:
         return Reason.NO_DECODE_ENGINE
-    return _least_loaded([engine for engine in usable if engine.url not in avoid] or usable)
+    candidates = [engine for engine in usable if engine.url not in avoid] or usable
+    least = _least_loaded(candidates)
+    for engine in candidates:
+        if engine.url == holder and engine.load - least.load <= HOLDER_LEAD:
+            return engine
+    return least
 
 
 def _usable(engines: Sequence[EngineView], model: str) -> list[EngineView]:

@@ -10,12 +10,17 @@ leg's wall time then holds what the engine accounts for, on the engine's clock; 
 so that all phases add up to the time to the first content. An answer that is not streamed shows no first
 content; there DECODE_NETWORK is the leg's whole wall time − the engine's total, and the sum is the TTFT.
 Only durations are subtracted; no two clocks are compared.
+
+A pushed prompt's prefill leg runs beside the decode leg: the client waits for the latter alone, so that
+ROUTE, RETRY and the decode leg add up to the TTFT. The prefill leg's phases stand apart and add up to its
+wall time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import msgspec
 
@@ -23,7 +28,11 @@ from kvhandoff.core.ids import HandoffId, HandoffKey, Identity, completion_id, h
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import KVSource, LegRecord
-from kvhandoff.router.policy import Path, PathChoice
+from kvhandoff.router.policy import Path, PathChoice, ReturnChoice
+
+Binding = Literal["early", "late"]
+
+_BINDINGS: dict[Path, Binding] = {"push": "early", "pull": "late"}
 
 
 class ReusedTokens(msgspec.Struct, kw_only=True):
@@ -32,6 +41,9 @@ class ReusedTokens(msgspec.Struct, kw_only=True):
     prefill_cache: int = 0
     decode_cache: int = 0
     transferred: int = 0
+    """Forward: pulled or pushed to the decode engine."""
+    returned: int = 0
+    """Read from a decode engine that had kept the conversation's last turn."""
 
 
 class ComputedTokens(msgspec.Struct, kw_only=True):
@@ -51,6 +63,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     requested_path: PathChoice
     path: Path | None
     """The path that answered (or was tried last); None when the request was refused before."""
+    binding: Binding | None
+    """When the decode engine was chosen: `early`, before the prefill leg, or `late`, after it."""
+    rebound: int
+    """How often another decode engine was chosen while the prefill leg went on."""
+    requested_return: ReturnChoice
+    history: Identity | None
+    """The decode engine that was named as the one that keeps the conversation's last turn."""
     attempts: int
     status: int | None
     """HTTP status; 499 when the client left, 502 also when a stream broke off; None while it runs."""
@@ -61,14 +80,28 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     total_s: float | None
     phases: dict[str, float]
     """Seconds, in the order of `Phase`; their sum is `ttft_s` where that is known."""
+    prefill_phases: dict[str, float]
+    """Pushed: the prefill leg's, which ran beside those of `phases`; their sum is its wall time."""
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: ReusedTokens
     computed_tokens: ComputedTokens
     kv_source: KVSource | None
     bytes: int
+    """Moved forward, to the decode engine."""
+    early_bytes: int
+    """Pushed: those of them that had landed before the prompt's last chunk was computed."""
+    return_bytes: int
+    """Read from the decode engine with the conversation's history."""
     blocks: int
     descriptors: int
+    grants: int
+    write_chunks: int
+    """Pushed: transfers that the bytes came in."""
+    first_token_reused: bool
+    """The token that the prefill engine sampled is the answer's first."""
+    retained_tokens: int
+    """Kept for the conversation's next turn."""
     reasons: list[Reason]
     prefill: Identity | None
     decode: Identity | None
@@ -100,6 +133,9 @@ class Draft:
         self.model = ""
         self.requested_path = requested_path
         self.path: Path | None = None
+        self.requested_return: ReturnChoice = "off"
+        self.history: Identity | None = None
+        self.rebound = 0
         self.attempts = 0
         self.status: int | None = None
         self.walls: dict[str, float] = {}
@@ -108,6 +144,8 @@ class Draft:
         self.first_byte_s: float | None = None
         self.total_s: float | None = None
         self.prefill: LegRef | None = None
+        self.prefill_wall_s: float | None = None
+        """Of a leg that ran beside the decode leg."""
         self.decode: LegRef | None = None
         self.joinable = True
         """False when the engine answers without a ticket, so that its account doesn't name this handoff."""
@@ -135,6 +173,11 @@ class Draft:
             for reason in leg.reasons:
                 self.because(reason)
 
+    def bound_again(self) -> None:
+        """The prefill leg goes on for another decode engine."""
+        self.rebound += 1
+        self.because(Reason.REBOUND)
+
     def missing(self) -> list[Identity]:
         """Engines whose accounts are not in."""
         if not self.joinable:
@@ -150,33 +193,46 @@ class Draft:
         """All that is known now."""
         prefill, decode = self._leg(self.prefill), self._leg(self.decode)
         phases, ttft_s = self._phases(prefill, decode)
+        forward, back = (None, decode) if decode and decode.leg == "local" else (decode, prefill)
         return RequestRecord(
             id=self.response_id,
             handoff_id=self.handoff_id,
             model=self.model,
             requested_path=self.requested_path,
             path=self.path,
+            binding=_BINDINGS.get(self.path) if self.path else None,
+            rebound=self.rebound,
+            requested_return=self.requested_return,
+            history=self.history,
             attempts=self.attempts,
             status=self.status,
             ttft_s=ttft_s,
             first_byte_s=self.first_byte_s,
             total_s=self.total_s,
             phases=phases,
+            prefill_phases=self._prefill_phases(prefill),
             prompt_tokens=max((leg.prompt_tokens for leg in (prefill, decode) if leg), default=0),
             completion_tokens=decode.completion_tokens if decode else 0,
             reused_tokens=ReusedTokens(
                 prefill_cache=prefill.cached_tokens if prefill else 0,
                 decode_cache=decode.cached_tokens if decode else 0,
-                transferred=decode.transferred_tokens if decode else 0,
+                transferred=forward.transferred_tokens if forward else 0,
+                returned=back.transferred_tokens if back else 0,
             ),
             computed_tokens=ComputedTokens(
                 prefill=prefill.computed_tokens if prefill else 0,
                 decode=decode.computed_tokens if decode else 0,
             ),
             kv_source=decode.kv_source if decode else None,
-            bytes=decode.bytes if decode else 0,
-            blocks=decode.blocks if decode else 0,
-            descriptors=decode.descriptors if decode else 0,
+            bytes=forward.bytes if forward else 0,
+            early_bytes=forward.early_bytes if forward else 0,
+            return_bytes=back.bytes if back else 0,
+            blocks=forward.blocks if forward else 0,
+            descriptors=forward.descriptors if forward else 0,
+            grants=forward.grants if forward else 0,
+            write_chunks=forward.write_chunks if forward else 0,
+            first_token_reused=decode.first_token_reused if decode else False,
+            retained_tokens=decode.retained_tokens if decode else 0,
             reasons=list(self.reasons),
             prefill=self.prefill.engine if self.prefill else None,
             decode=self.decode.engine if self.decode else None,
@@ -202,8 +258,21 @@ class Draft:
             _account(seconds, Phase.DECODE_NETWORK, decode, accounted)
         answered = self.status == 200 or self.first_content_s is not None
         known = self.first_content_s is not None or decode is not None
-        ordered = {phase.value: seconds.pop(phase) for phase in Phase if phase in seconds} | seconds
-        return ordered, sum(ordered.values()) if answered and known else None
+        return _ordered(seconds), sum(seconds.values()) if answered and known else None
+
+    def _prefill_phases(self, prefill: LegRecord | None) -> dict[str, float]:
+        """Of a leg that ran beside the decode leg; its network phase when its end has been seen."""
+        if prefill is None or Phase.PREFILL_NETWORK in self.walls:
+            return {}
+        seconds = dict(prefill.phases)
+        if self.prefill_wall_s is not None:
+            seconds[Phase.PREFILL_NETWORK] = self.prefill_wall_s - sum(prefill.phases.values())
+        return _ordered(seconds)
+
+
+def _ordered(seconds: dict[str, float]) -> dict[str, float]:
+    known = {phase.value: seconds[phase] for phase in Phase if phase in seconds}
+    return known | {name: value for name, value in seconds.items() if name not in known}
 
 
 def _account(seconds: dict[str, float], network: Phase, leg: LegRecord, accounted: float) -> None:

@@ -1,24 +1,34 @@
 """One request from its arrival to its end: the path, the legs, and further attempts where one fails.
 
     pull    prefill leg ──▶ offer ──▶ bind a decode engine ──▶ decode leg ──▶ answer
+    push    bind a decode engine ──▶ decode leg ──▶ answer
+                                └──▶ prefill leg, at the same time
     local   bind a decode engine ──▶ local leg ──▶ answer
 
 What follows a failure:
 
     prefill leg not sent, reset, 5xx, late    another prefill engine; none left: local, or an error by on_miss
+    the same, pushed                          withdrawn; the decode engine, which waits, goes on alone
     prefill leg 4xx                           the client's mistake: passed on
+    the same, pushed                          withdrawn; the decode engine answers the same
     decode leg not sent, or ticket refused    another decode engine, with the same offer
     decode leg reset, 5xx, late, no byte yet  the offer is withdrawn, all begins again
+    the same, pushed                          withdrawn; another decode engine, with the same prefill leg
+    decode leg moved by an operator           the same, pushed or pulled
     decode leg ended after its first byte     an error to the client, no further attempt (field case 15c)
     ticket refused (403 bad_ticket)           the engine may have restarted: its state is read first
-    client gone                               the leg's connection is closed, the offer is withdrawn
+    client gone                               the legs' connections are closed, the offer is withdrawn
 
-One attempt at a time (rule 5): a failed leg's connection is closed, which ends the leg, and its offer is
-withdrawn before the next attempt begins. Attempts are bounded in number and in time.
+Another decode engine for the same prefill leg is pushed to while that leg goes on, and pulls when its offer
+is made.
+
+One attempt at a time (rule 5): a failed leg's connection is closed, which ends the leg, and it is withdrawn
+before the next attempt begins. Attempts are bounded in number and in time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import aiohttp
@@ -26,20 +36,21 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, unavailable
-from kvhandoff.core.ids import new_handoff_id
+from kvhandoff.core.ids import HandoffId, new_handoff_id
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router.admission import Admission, tolerate_miss
 from kvhandoff.router.answers import LegFailed
-from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.dispatch import Dispatcher, Outcome
 from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
-from kvhandoff.router.legs import leg_headers
-from kvhandoff.router.policy import PATH_HEADER, choose_decode, choose_path, choose_prefill, requested_path
-from kvhandoff.router.records import Draft, LegRef, Records
-from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response, read_body
+from kvhandoff.router.moves import Moved
+from kvhandoff.router.policy import choose_decode, choose_prefill
+from kvhandoff.router.records import LegRef, Records
+from kvhandoff.router.source import Source
+from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +62,19 @@ class Relay:
         self,
         config: RouterConfig,
         fleet: Fleet,
+        admission: Admission,
         session: aiohttp.ClientSession,
         records: Records,
         clock: Clock,
     ) -> None:
         self._config = config
         self._fleet = fleet
+        self._admission = admission
         self._dispatcher = Dispatcher(session, config.timeouts, config.on_miss)
         self._records = records
         self._clock = clock
+        self.running: dict[HandoffId, Exchange] = {}
+        """Requests that have been admitted and not ended."""
 
     async def answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         """The response to a client's request; its record is closed when this returns or is cancelled."""
@@ -68,8 +83,8 @@ class Relay:
         draft.walls = timer.seconds
         status = CLIENT_LEFT
         try:
-            exchange = await self._admit(request, draft, timer)
-            response, status = await self._attempts(exchange)
+            exchange = await self._admission.admit(request, draft, timer)
+            response, status = await self._carry(exchange)
         except RequestError as error:
             status = error.status
             return error_response(error, draft.headers())
@@ -81,88 +96,145 @@ class Relay:
             self._records.close(draft, status, self._clock() - timer.started)
         return response
 
-    async def _admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
-        """Read the request and choose its path. Raises RequestError."""
-        draft.requested_path = requested_path(request.headers.get(PATH_HEADER), self._config.path)
-        raw = await read_body(request, self._config.max_body_bytes, self._config.timeouts.body_s)
-        fields = parse_body(raw)
-        summary = summarize(fields, chat=draft.chat)
-        self._check_model(fields)
-        draft.model = summary.model
-        draft.path, reason = choose_path(draft.requested_path, summary, self._fleet.view())
-        if reason is not None:
-            draft.because(reason)
-        if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path == "pull":
-            self._tolerate_miss(f"no prefill engine for {summary.model!r} is healthy", reason)
-        return Exchange(
-            request=request,
-            fields=fields,
-            summary=summary,
-            headers=leg_headers(request.headers, draft.handoff_id),
-            clock=self._clock,
-            timer=timer,
-            draft=draft,
-        )
-
-    def _check_model(self, fields: Fields) -> None:
-        served = self._fleet.models()
-        if not served:
-            raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
-        model = read_model(fields, ", ".join(sorted(served)))
-        if model not in served:
-            raise unknown_model(model, served)
-
-    def _tolerate_miss(self, why: str, reason: Reason) -> None:
-        """Go on without a transfer, unless the operator wants an error then (`on_miss`)."""
-        if self._config.on_miss == "error":
-            raise unavailable(f"{why}, and on_miss is error", code=reason)
+    async def _carry(self, x: Exchange) -> Outcome:
+        self.running[x.draft.handoff_id] = x
+        try:
+            return await self._attempts(x)
+        finally:
+            del self.running[x.draft.handoff_id]
+            x.settle()
+            if x.source is not None and not x.source.used:
+                self._fleet.spawn(x.source.end())
+            self._admission.remember(x)
 
     async def _attempts(self, x: Exchange) -> Outcome:
-        try:
-            while True:
-                x.draft.attempts += 1
-                try:
-                    return await self._attempt(x)
-                except LegFailed as failure:
-                    await self._recover(x, failure)
-        finally:
-            if x.outstanding is not None:
-                self._fleet.spawn(self._withdraw(*x.outstanding))
+        while True:
+            x.draft.attempts += 1
+            try:
+                return await self._attempt(x)
+            except LegFailed as failure:
+                await self._recover(x, failure)
+            except Moved:
+                lost = x.source is None or not x.source.usable
+                await self._give_up(x, again=lost, dispatched=True, moved=True)
 
     async def _attempt(self, x: Exchange) -> Outcome:
-        await self._bind(x)  # no prompt is computed for a fleet that can't decode
-        if x.path == "pull" and x.prefilled is None:
-            source = choose_prefill(self._fleet.view(), x.summary.model, x.avoid)
-            if isinstance(source, Reason):
-                reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else source
-                self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
-            else:
-                refused = await self._dispatcher.prefill(x, self._fleet.engine(source))
-                if refused is not None:
-                    return refused
-                if x.prefilled is not None and x.prefilled.offer is None:
-                    x.outstanding = None
-                    x.draft.because(Reason.OFFER_UNKNOWN)
-                    self._tolerate_miss("the prefill engine offered nothing", Reason.OFFER_UNKNOWN)
-        return await self._dispatcher.decode(x, await self._bind(x))
+        target = await self._bind(x)  # no prompt is computed for a fleet that can't decode
+        if x.path != "local" and x.source is None:
+            refused = await self._begin_prefill(x, target)
+            if refused is not None:
+                return refused
+            if x.path == "pull":
+                target = await self._bind(x)
+        if x.path == "push" and x.source is not None and x.source.prefilled is not None:
+            x.draft.path = "pull"  # the offer was made for another decode engine; this one reads it
+        if x.left is not None and x.left is not target:
+            x.draft.bound_again()
+        x.left = None
+        if x.move is not None and x.path is not None and target.identity is not None:
+            x.move.carried_out(x.key, x.path, target.identity)
+            x.move = None
+        x.target = target
+        return await self._dispatcher.decode(x, target)
+
+    async def _begin_prefill(self, x: Exchange, target: Engine) -> Outcome | None:
+        """Send the prefill leg, and wait for it if it is pulled from. Its 4xx is the answer to a pull."""
+        choice = choose_prefill(self._fleet.view(), x.summary.model, x.avoid)
+        if isinstance(choice, Reason):
+            reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else choice
+            self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
+            return None
+        engine = self._fleet.engine(choice)
+        x.draft.prefill = x.leg_at(engine)
+        source = Source(engine, x.draft.prefill, self._fleet.spawn, self._config.timeouts.linger_s)
+        x.source = source
+        if x.path == "push":
+            body = self._dispatcher.prefill_body(x, source, target)
+            source.run(self._prefill_beside(x, source, body))
+            return None
+        refused = await self._dispatcher.prefill(x, source)
+        if refused is None and source.prefilled is not None and source.prefilled.offer is None:
+            source.owed = False
+            x.draft.because(Reason.OFFER_UNKNOWN)
+            tolerate_miss(self._config, "the prefill engine offered nothing", Reason.OFFER_UNKNOWN)
+        return refused
+
+    async def _prefill_beside(self, x: Exchange, source: Source, body: bytes) -> None:
+        """The prefill leg of a push. When it fails, the decode engine is told by the withdrawal."""
+        failure: LegFailed | None = None
+        try:
+            started = self._clock()
+            refused = await self._dispatcher.prefill_leg(x, source, body)
+            if refused is None:
+                x.draft.prefill_wall_s = self._clock() - started
+                return
+        except LegFailed as failed:
+            failure = failed
+        source.failed = True
+        if source.used or x.source is not source:
+            return
+        x.draft.prefill = None
+        if failure is not None:
+            await self._blame(x, failure, source.ref)
+        await source.withdraw()
 
     async def _bind(self, x: Exchange) -> Engine:
         """The decode engine to use now. Raises RequestError (503) when there is none."""
-        target = choose_decode(self._fleet.view(), x.summary.model, x.avoid)
+        if x.move is not None and x.move.target.healthy:
+            return x.move.target
+        model, holder = x.summary.model, x.holder.url if x.holder is not None else None
+        target = choose_decode(self._fleet.view(), model, x.avoid, holder)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
-            target = choose_decode(self._fleet.view(), x.summary.model, x.avoid)
+            target = choose_decode(self._fleet.view(), model, x.avoid, holder)
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(
                 f"; {engine}: {engine.problem}" for engine in self._fleet.decode if engine.problem
             )
-            raise unavailable(f"no decode engine for {x.summary.model!r} is healthy{problems}", code=target)
+            raise unavailable(f"no decode engine for {model!r} is healthy{problems}", code=target)
         return self._fleet.engine(target)
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
         """Undo what failed and set up the next attempt. Raises RequestError when there is to be none."""
+        leg = x.draft.prefill if failure.role == "prefill" else x.draft.decode
+        reason = await self._blame(x, failure, leg)
+        x.failures += 1
+        if failure.role == "prefill":
+            if not failure.dispatched and x.source is not None:
+                x.source.owed = False  # it was never asked for an offer
+            await self._give_up(x, again=True, dispatched=True)
+        else:
+            lost = x.source is not None and not x.source.usable
+            again = lost or (failure.dispatched and x.path != "push")
+            await self._give_up(x, again=again, dispatched=failure.dispatched)
+
+        left = self._config.max_attempts - x.failures
+        if left < 1 or x.elapsed() > self._config.timeouts.retry_s:
+            raise failure.as_error()
+        if left == 1 and failure.role == "prefill":
+            # The last attempt is the one that needs the fewest engines.
+            self._go_local(x, reason, str(failure))
+
+    async def _give_up(self, x: Exchange, *, again: bool, dispatched: bool, moved: bool = False) -> None:
+        """The decode leg came to nothing, and `again`: so did the attempt as a whole. What may run is ended
+        before another begins (rule 5)."""
+        ends = []
+        if dispatched and x.target is not None and x.draft.decode is not None:
+            ends.append(x.target.withdraw(x.draft.decode))
+        if again and x.source is not None:
+            ends.append(x.source.end())
+        await asyncio.gather(*ends)
+        if again:
+            x.begin_again()
+        else:
+            x.left = x.target if moved or x.path == "push" else None
+            x.failed(dispatched=dispatched)
+        x.target = None
+
+    async def _blame(self, x: Exchange, failure: LegFailed, leg: LegRef | None) -> Reason:
+        """Write a failed leg down, and see whether its engine can be used again."""
         detail = f" ({describe(failure.__cause__)})" if failure.__cause__ else ""
         log.warning("%s: attempt %d: %s%s", x.key, x.draft.attempts, failure, detail)
         engine = failure.engine
@@ -170,38 +242,17 @@ class Relay:
             engine.down(failure.why)
         if failure.kind == "ticket_refused":
             await engine.poll()
-        used = x.draft.prefill if failure.role == "prefill" else x.draft.decode
-        if failure.kind == "ticket_refused" and used is not None and engine.identity != used.engine:
+        if failure.kind == "ticket_refused" and leg is not None and engine.identity != leg.engine:
             reason = Reason.EPOCH_CHANGED
         else:
             reason = Reason.PREFILL_FAILED if failure.role == "prefill" else Reason.DECODE_FAILED
             x.avoid.add(engine.url)
         x.draft.because(reason)
-
-        if failure.role == "prefill" and not failure.dispatched:
-            x.outstanding = None  # it was never asked for an offer
-        begin_again = failure.role == "prefill" or failure.dispatched
-        if begin_again and x.outstanding is not None:
-            await self._withdraw(*x.outstanding)
-            x.outstanding = None
-        x.failed(begin_again=begin_again)
-
-        left = self._config.max_attempts - x.draft.attempts
-        if left < 1 or x.elapsed() > self._config.timeouts.retry_s:
-            raise failure.as_error()
-        if left == 1 and failure.role == "prefill":
-            # The last attempt is the one that needs the fewest engines.
-            self._go_local(x, reason, str(failure))
+        return reason
 
     def _go_local(self, x: Exchange, reason: Reason, why: str) -> None:
         """No prefill engine can help: the decode engine computes the prompt."""
         x.draft.because(reason)
-        self._tolerate_miss(why, reason)
+        tolerate_miss(self._config, why, reason)
         x.draft.path = "local"
         x.draft.prefill = None
-
-    async def _withdraw(self, engine: Engine, leg: LegRef) -> None:
-        """Best effort: a lease ends the offer in any case, and a restarted engine has forgotten it."""
-        if engine.identity == leg.engine:
-            signed = engine.sign("withdraw", leg.key)
-            await engine.tell("withdraw", signed, self._config.timeouts.withdraw_s)

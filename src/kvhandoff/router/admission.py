@@ -1,0 +1,130 @@
+"""What a request is, before anything is sent: its model, its path, and the conversation it belongs to."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import unavailable
+from kvhandoff.core.phases import PhaseTimer
+from kvhandoff.core.reasons import Reason
+from kvhandoff.handoff.messages import HistoryRef
+from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.config import RouterConfig
+from kvhandoff.router.conversations import Conversations, names_of
+from kvhandoff.router.exchange import Exchange
+from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.legs import leg_headers
+from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.policy import (
+    PATH_HEADER,
+    RETURN_HEADER,
+    choose_path,
+    choose_return,
+    requested_path,
+    requested_return,
+)
+from kvhandoff.router.records import Draft
+from kvhandoff.web import read_body
+
+
+class Admission:
+    """Reads requests, and remembers the conversations of those that were answered."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        conversations: Conversations,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._conversations = conversations
+        self._metrics = metrics
+        self._clock = clock
+
+    async def admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
+        """Read the request and choose its path. Raises RequestError."""
+        config = self._config
+        draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
+        draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
+        raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
+        fields = parse_body(raw)
+        summary = summarize(fields, chat=draft.chat)
+        self._check_model(fields)
+        draft.model = summary.model
+        x = Exchange(
+            request=request,
+            fields=fields,
+            summary=summary,
+            headers=leg_headers(request.headers, draft.handoff_id),
+            clock=self._clock,
+            timer=timer,
+            draft=draft,
+        )
+        self._recall(x)
+        self._choose_path(x)
+        return x
+
+    def remember(self, x: Exchange) -> None:
+        """The decode engine has answered, and keeps the turn for the next one."""
+        leg = x.draft.decode
+        if x.names is None or x.retain is None or leg is None or not x.answered:
+            return
+        engine = self._fleet.life(leg.engine)
+        if engine is not None and engine.state is not None:
+            state = engine.state
+            self._conversations.remember(
+                x.names,
+                HistoryRef(
+                    key=leg.key,
+                    source=leg.engine,
+                    control_address=state.control_address,
+                    n_tokens=state.max_model_len,  # at most, until the engine's account says how many
+                ),
+            )
+
+    def _recall(self, x: Exchange) -> None:
+        """The conversation's history, if a decode engine keeps it."""
+        requested = x.draft.requested_return
+        if requested == "off" or x.summary.prompts > 1:
+            return
+        names = names_of(x.fields, x.request.headers, x.summary)
+        if not names:
+            return
+        x.names = names
+        x.retain = None if self._config.retain == "off" else self._config.retain
+        history = self._conversations.find(names, lambda life: self._fleet.life(life) is not None)
+        self._metrics.count_lookup(found=history is not None)
+        if history is None:
+            return
+        reason = choose_return(requested, history.n_tokens)
+        if reason is not None:
+            x.draft.because(reason)
+            return
+        x.history, x.holder = history, self._fleet.life(history.source)
+        x.draft.history = history.source
+
+    def _choose_path(self, x: Exchange) -> None:
+        draft, holder = x.draft, x.holder.url if x.holder is not None else None
+        draft.path, reason = choose_path(draft.requested_path, x.summary, self._fleet.view(), holder)
+        if reason is not None:
+            draft.because(reason)
+        if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path in ("pull", "push"):
+            tolerate_miss(self._config, f"no prefill engine for {x.summary.model!r} is healthy", reason)
+
+    def _check_model(self, fields: Fields) -> None:
+        served = self._fleet.models()
+        if not served:
+            raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
+        model = read_model(fields, ", ".join(sorted(served)))
+        if model not in served:
+            raise unknown_model(model, served)
+
+
+def tolerate_miss(config: RouterConfig, why: str, reason: Reason) -> None:
+    """Go on without a transfer, unless the operator wants an error then (`on_miss`). Raises RequestError."""
+    if config.on_miss == "error":
+        raise unavailable(f"{why}, and on_miss is error", code=reason)

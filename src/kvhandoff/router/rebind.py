@@ -1,0 +1,89 @@
+"""Re-binding by an operator: a request goes to another decode engine before its answer begins, and its
+prefill leg goes on. Orders are checked here, and handed over to who carries the request (`relay.py`)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvhandoff.core.errors import RequestError, invalid
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router.engine import Engine
+from kvhandoff.router.exchange import Exchange
+from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.moves import Move, Rebound
+from kvhandoff.router.policy import choose_decode
+from kvhandoff.router.records import Draft
+
+
+class RebindOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/handoffs/{id}/rebind`; it may be empty."""
+
+    decode: str | None = None
+    """Engine id; None: the router chooses."""
+
+
+_order = msgspec.json.Decoder(RebindOrder)
+
+
+def read_order(raw: bytes) -> RebindOrder:
+    """The order in a body. Raises RequestError (400)."""
+    if not raw.strip():
+        return RebindOrder()
+    try:
+        return _order.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        why = f'body: allowed is nothing, or {{"decode": "ENGINE_ID"}} ({error})'
+        raise RequestError(why, param="body") from error
+
+
+async def rebind(draft: Draft, x: Exchange | None, fleet: Fleet, order: RebindOrder) -> Rebound:
+    """Move the request's decode leg; returns when the new one is about to be sent.
+
+    `x`: the request while it runs. Raises RequestError: 400 for an engine that there isn't, 409 for a request
+    that can't be moved, or not any more.
+    """
+    if x is None:
+        raise _refused("the request has ended" if draft.status is not None else _NOT_BOUND)
+    if x.path == "local":
+        raise _refused("its path is local: there is no prefill leg that could go on")
+    if x.move is not None:
+        raise _refused("it is being moved already")
+    bound = x.bound
+    if bound is None:
+        raise _refused(
+            _NOT_BOUND if x.draft.decode is None else "its answer has begun, or it is being retried"
+        )
+    x.move = move = Move(_target(x, bound.engine, fleet, order))
+    bound.cut_short()
+    moved = await move.done
+    if moved is None:
+        raise _refused("its answer has begun, or the request has ended")
+    return moved
+
+
+_NOT_BOUND = "it has no decode engine yet"
+
+
+def _target(x: Exchange, present: Engine, fleet: Fleet, order: RebindOrder) -> Engine:
+    model = x.summary.model
+    if order.decode is None:
+        avoid = {present.url} | x.avoid
+        choice = choose_decode(fleet.view(), model, avoid)
+        if isinstance(choice, Reason) or choice.url == present.url:
+            raise _refused(f"no other decode engine for {model!r} is healthy", code=Reason.NO_DECODE_ENGINE)
+        return fleet.engine(choice)
+    named = {engine.state.engine_id: engine for engine in fleet.decode if engine.state is not None}
+    target = named.get(order.decode)
+    if target is None:
+        raise invalid("decode", order.decode, ", ".join(sorted(named)), code="engine_not_found")
+    if target is present:
+        raise _refused(f"it is bound to {order.decode} already")
+    if not target.healthy:
+        raise _refused(f"{target}: {target.problem}", code=Reason.NO_DECODE_ENGINE)
+    if target.view().model != model:
+        raise _refused(f"{target} serves {target.view().model!r}, not {model!r}")
+    return target
+
+
+def _refused(why: str, *, code: str = "not_rebound") -> RequestError:
+    return RequestError(f"can't re-bind: {why}", status=409, code=code)
