@@ -83,8 +83,12 @@ class Cluster:
 
     async def at_rest(self) -> None:
         """Until no request is under way and no engine has a leg."""
-        legs = [f'kvhandoff_router_engine_legs{{engine="{e.url}",role="{e.role}"}} 0.0' for e in self.engines]
-        wanted = ["kvhandoff_router_in_flight 0.0", *legs]
+        await self.rested(*self.engines, also="kvhandoff_router_in_flight 0.0")
+
+    async def rested(self, *engines: MockEngine, also: str = "") -> None:
+        """Until none of these engines has a leg."""
+        legs = [f'kvhandoff_router_engine_legs{{engine="{e.url}",role="{e.role}"}} 0.0' for e in engines]
+        wanted = [also, *legs]
         async with asyncio.timeout(10):
             while True:
                 page = await self.text("/metrics")

@@ -78,6 +78,8 @@ class MockEngine:
         """`after` of each state request."""
         self.model = MODEL
         self.load = 0
+        self.waiting = 0
+        self.free = 8
         self.clock_offset = 1000.0 * len(engine_id)
         """No two machines' clocks agree."""
         self.port = 0
@@ -167,9 +169,11 @@ class MockEngine:
             data_plane="shm",
             now=self.clock(),
             running=self.load,
-            waiting=0,
+            waiting=self.waiting,
             loading=0,
-            blocks=BlockCounts(total=8, free=8, cached=0, used=0, offered=0, loading=0, quarantined=0),
+            blocks=BlockCounts(
+                total=8, free=self.free, cached=0, used=0, offered=0, loading=0, quarantined=0
+            ),
             records=self.records[after:],
             cursor=len(self.records),
         )
@@ -316,7 +320,7 @@ def _account(engine: MockEngine, leg: Leg) -> None:
     """The leg's record; its time after the first token is in its total only."""
     if leg.ticket is None:
         return
-    pulled = leg.ticket.offer is not None
+    pulled = leg.ticket.offer is not None or leg.ticket.push_from is not None
     engine.note(
         leg,
         total_s=engine.clock() - leg.timer.started,
