@@ -80,6 +80,8 @@ class MockEngine:
         self.load = 0
         self.waiting = 0
         self.free = 8
+        self.keeps = 100
+        """Tokens of each turn that is to be retained."""
         self.clock_offset = 1000.0 * len(engine_id)
         """No two machines' clocks agree."""
         self.port = 0
@@ -331,6 +333,7 @@ def _account(engine: MockEngine, leg: Leg) -> None:
         bytes=4096 if pulled else 0,
         blocks=1 if pulled else 0,
         descriptors=1 if pulled else 0,
+        retained_tokens=engine.keeps if leg.ticket.retain else 0,
         finish_reason="stop",
     )
 

@@ -17,7 +17,7 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.phases import Phase
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig
-from tests.router.engines import CLUSTER_KEY, Leg, MockEngine, decode, failing, held, soon, until
+from tests.router.engines import CLUSTER_KEY, Leg, MockEngine, decode, failing, held, prefill, soon, until
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -285,6 +285,41 @@ async def test_metrics(cluster: Any) -> None:
             "kvhandoff_router_in_flight 0.0",
         ]:
             assert line in page
+
+
+async def test_metrics_of_transfers(cluster: Any) -> None:
+    async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+        response = await decode(engine, leg)
+        engine.records[-1].early_bytes = 4000
+        return response
+
+    async def returning(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+        response = await prefill(engine, leg)
+        engine.records[-1].transferred_tokens, engine.records[-1].bytes = 2, 2048
+        return response
+
+    async with cluster(decode=2) as c:
+        c.p.script, c.d.script = returning, script
+        _, answer = await c.post(c.body(), headers={"x-kvhandoff-path": "push"})
+        await c.record(answer["id"])
+        page = await c.text("/metrics")
+        for engine in c.decode:  # it is the other's turn
+            engine.script = failing(500) if engine.legs.empty() else decode
+        _, answer = await c.post(c.body(), headers={"x-kvhandoff-path": "push"})
+        await c.record(answer["id"])
+        later = await c.text("/metrics")
+        for line in [
+            'kvhandoff_router_requests_total{endpoint="completions",path="push",status="200"} 1.0',
+            'kvhandoff_router_ttft_seconds_count{path="push"} 1.0',
+            "kvhandoff_router_rebinds_total 0.0",
+            "kvhandoff_router_returned_tokens_total 2.0",
+            'kvhandoff_router_moved_bytes_total{part="early"} 4000.0',
+            'kvhandoff_router_moved_bytes_total{part="late"} 96.0',
+            'kvhandoff_router_moved_bytes_total{part="return"} 2048.0',
+        ]:
+            assert line in page
+        assert "kvhandoff_router_rebinds_total 1.0" in later
+        assert 'kvhandoff_router_reasons_total{kind="choice",reason="rebound"} 1.0' in later
 
 
 async def test_load_is_reserved_at_the_decision(cluster: Any) -> None:

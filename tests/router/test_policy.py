@@ -7,13 +7,16 @@ import pytest
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.policy import (
+    HOLDER_LEAD,
     EngineView,
     FleetView,
     RequestSummary,
     choose_decode,
     choose_path,
     choose_prefill,
+    choose_return,
     requested_path,
+    requested_return,
 )
 
 
@@ -39,6 +42,9 @@ def request(**fields: Any) -> RequestSummary:
 FLEET = FleetView([engine("p0")], [engine("d0")])
 NO_PREFILL = FleetView([], [engine("d0")])
 SICK = FleetView([engine("p0", healthy=False)], [engine("d0")])
+NO_DECODE = FleetView([engine("p0")], [engine("d0", healthy=False)])
+QUEUE = FleetView([engine("p0")], [engine("d0", waiting=1)])
+LITTLE_ROOM = FleetView([engine("p0")], [engine("d0", room=50)])
 OTHER_MODEL = FleetView([engine("p0", model="other")], [engine("d0")])
 
 
@@ -53,6 +59,18 @@ OTHER_MODEL = FleetView([engine("p0", model="other")], [engine("d0")])
         ("auto", {}, OTHER_MODEL, "local", Reason.NO_PREFILL_ENGINE),
         ("auto", {"prompts": 2}, FLEET, "local", Reason.SEVERAL_PROMPTS),
         ("auto", {"prompt_logprobs": True}, FLEET, "local", Reason.PROMPT_LOGPROBS),
+        ("auto", {"prompt_bound": 512}, FLEET, "pull", None),
+        ("auto", {"prompt_bound": 513}, FLEET, "push", None),
+        ("auto", {"prompt_bound": 513}, NO_PREFILL, "local", Reason.NO_PREFILL_ENGINE),
+        ("auto", {"prompt_bound": 513}, NO_DECODE, "pull", None),
+        ("auto", {"prompt_bound": 513}, QUEUE, "pull", None),
+        ("auto", {"prompt_bound": 16 * 50}, LITTLE_ROOM, "push", None),
+        ("auto", {"prompt_bound": 16 * 50 + 1}, LITTLE_ROOM, "pull", None),
+        ("push", {}, FLEET, "push", Reason.FORCED),
+        ("push", {"prompt_bound": 1}, QUEUE, "push", Reason.FORCED),
+        ("push", {}, SICK, "local", Reason.NO_PREFILL_ENGINE),
+        ("push", {"prompts": 2}, FLEET, "local", Reason.SEVERAL_PROMPTS),
+        ("push", {"prompt_logprobs": True}, FLEET, "local", Reason.PROMPT_LOGPROBS),
         ("pull", {}, FLEET, "pull", Reason.FORCED),
         ("pull", {"prompt_bound": 1}, FLEET, "pull", Reason.FORCED),
         ("pull", {}, SICK, "local", Reason.NO_PREFILL_ENGINE),
@@ -106,6 +124,50 @@ def test_least_loaded(choose: Any) -> None:
     assert choose([engine("a", healthy=False), engine("b", load=9)]) == "b"
     assert choose([engine("a", model="other"), engine("b", load=9)]) == "b"
     assert choose([engine("a"), engine("b", load=9)], {"a"}) == "b"
+
+
+def test_room_is_that_of_the_engine_which_would_be_chosen() -> None:
+    full, empty = engine("full", room=1), engine("empty", load=1)
+    fleet = FleetView([engine("p0")], [full, empty])
+    long = request(prompt_bound=600)
+    assert choose_path("auto", long, fleet) == ("pull", None)
+    assert choose_path("auto", long, fleet, holder="empty") == ("push", None)
+
+
+def test_holder_of_the_history() -> None:
+    def chosen(*engines: EngineView, avoid: set[str] = frozenset(), holder: str | None = "a") -> str:  # type: ignore[assignment]
+        choice = choose_decode(FleetView([], engines), "m", avoid, holder)
+        assert not isinstance(choice, Reason)
+        return choice.url
+
+    b = engine("b", load=1)
+    assert chosen(engine("a", load=1 + HOLDER_LEAD), b) == "a"
+    assert chosen(engine("a", load=2 + HOLDER_LEAD), b) == "b"
+    assert chosen(engine("a", load=3), b, holder=None) == "b"
+    assert chosen(engine("a", load=3), b, holder="gone") == "b"
+    assert chosen(engine("a", healthy=False), b) == "b"
+    assert chosen(engine("a", model="other"), b) == "b"
+    assert chosen(engine("a"), b, avoid={"a"}) == "b"
+    assert chosen(engine("a"), avoid={"a"}) == "a"
+
+
+@pytest.mark.parametrize(
+    ("requested", "n_tokens", "reason"),
+    [
+        ("auto", 64, None),
+        ("auto", 63, Reason.RETURN_TOO_SHORT),
+        ("on", 1, None),
+    ],
+)
+def test_return(requested: Any, n_tokens: int, reason: Reason | None) -> None:
+    assert choose_return(requested, n_tokens) == reason
+
+
+@pytest.mark.parametrize(("header", "choice"), [(None, "off"), ("auto", "auto"), (" ON", "on")])
+def test_requested_return(header: str | None, choice: str) -> None:
+    assert requested_return(header, "off") == choice
+    with pytest.raises(RequestError, match=r"x-kvhandoff-return: got 'yes', allowed is auto, on, off"):
+        requested_return("yes", "off")
 
 
 def test_none_left() -> None:

@@ -93,6 +93,106 @@ def test_phases_add_up(
     assert not record.incomplete
 
 
+@settings(deadline=None)  # the machine may be busy
+@given(phases, phases, seconds, seconds, seconds, seconds, st.booleans(), st.booleans())
+def test_phases_of_a_push_add_up(
+    p: dict[str, float],
+    d: dict[str, float],
+    route: float,
+    retry: float,
+    prefill_extra: float,
+    decode_extra: float,
+    streamed: bool,
+    fell_to_pull: bool,
+) -> None:
+    """The client waits for the decode leg alone; the prefill leg's phases add up to its own wall time."""
+    log = Log()
+    draft = log.open()
+    draft.path = "pull" if fell_to_pull else "push"
+    draft.prefill_wall_s = sum(p.values()) + prefill_extra
+    draft.walls = {
+        Phase.ROUTE: route,
+        Phase.RETRY: retry,
+        Phase.DECODE_NETWORK: sum(d.values()) + decode_extra,
+    }
+    if fell_to_pull:
+        draft.walls[Phase.BIND] = 0.5
+    ttft = sum(draft.walls.values())
+    if streamed:
+        draft.first_content_s = ttft
+    else:
+        draft.walls[Phase.DECODE_NETWORK] += 7.0
+    log.records.close(draft, 200, 1.0)
+    log.records.add_legs(
+        [
+            leg(P, "prefill", phases=p, total_s=1.0),
+            leg(D, "decode", phases=d, total_s=sum(d.values()) + 7.0),
+        ]
+    )
+    record = draft.record()
+    assert record.ttft_s == pytest.approx(ttft, abs=1e-6)
+    assert sum(record.phases.values()) == pytest.approx(record.ttft_s, abs=1e-6)
+    assert sum(record.prefill_phases.values()) == pytest.approx(draft.prefill_wall_s, abs=1e-6)
+    known = [phase.value for phase in Phase]
+    for shown in (record.phases, record.prefill_phases):
+        assert list(shown) == sorted(shown, key=known.index)
+
+
+def test_record_of_a_push_with_return() -> None:
+    log = Log()
+    draft = log.open()
+    draft.path, draft.requested_return, draft.history = "push", "auto", D
+    draft.walls = {Phase.ROUTE: 0.1, Phase.DECODE_NETWORK: 0.3}
+    draft.bound_again()
+    draft.bound_again()
+    log.records.close(draft, 200, 2.0)
+    log.records.add_legs(
+        [
+            leg(P, "prefill", phases={Phase.PREFILL_COMPUTE: 0.2}, transferred_tokens=64, bytes=640),
+            leg(
+                D,
+                "decode",
+                phases={Phase.AWAIT_PREFILL: 0.2, Phase.WRITE_TAIL: 0.05},
+                total_s=0.3,
+                cached_tokens=16,
+                transferred_tokens=32,
+                bytes=320,
+                early_bytes=300,
+                blocks=2,
+                grants=1,
+                write_chunks=3,
+                first_token_reused=True,
+                retained_tokens=96,
+            ),
+        ]
+    )
+    record = draft.record()
+    assert (record.binding, record.rebound, record.reasons) == ("early", 2, [Reason.REBOUND])
+    assert (record.requested_return, record.history) == ("auto", D)
+    reused = record.reused_tokens
+    assert (reused.decode_cache, reused.transferred, reused.returned) == (16, 32, 64)
+    assert (record.bytes, record.early_bytes, record.return_bytes) == (320, 300, 640)
+    assert (record.blocks, record.grants, record.write_chunks) == (2, 1, 3)
+    assert record.first_token_reused
+    assert record.retained_tokens == 96
+    assert record.kv_source == "transferred"
+    # Its end was not seen, so its network's part isn't known.
+    assert record.prefill_phases == {"prefill_compute": 0.2}
+    assert list(record.phases) == ["route", "decode_network", "await_prefill", "write_tail"]
+
+
+def test_record_of_a_local_leg_with_return() -> None:
+    """What came from another decode engine was returned, and nothing went forward."""
+    log = Log()
+    draft = log.open(pull=False)
+    log.records.close(draft, 200, 1.0)
+    log.records.add_legs([leg(D, "local", transferred_tokens=64, bytes=640, blocks=4, descriptors=1)])
+    record = draft.record()
+    assert (record.reused_tokens.transferred, record.reused_tokens.returned) == (0, 64)
+    assert (record.bytes, record.return_bytes, record.blocks) == (0, 640, 0)
+    assert (record.binding, record.kv_source) == (None, "transferred")
+
+
 def test_record() -> None:
     log = Log()
     draft = log.open()
@@ -150,6 +250,7 @@ def test_record() -> None:
     assert (record.reused_tokens.prefill_cache, record.reused_tokens.transferred) == (4, 8)
     assert (record.computed_tokens.prefill, record.computed_tokens.decode) == (5, 1)
     assert (record.bytes, record.blocks, record.descriptors) == (100, 2, 1)
+    assert (record.binding, record.rebound, record.prefill_phases) == ("late", 0, {})
     assert record.kv_source == "transferred"
     assert (record.prefill, record.decode) == (P, D)
     assert record.reasons == log.reasons == [Reason.LEASE_LAPSED]

@@ -264,9 +264,10 @@ class Draft:
         """Of a leg that ran beside the decode leg; its network phase when its end has been seen."""
         if prefill is None or Phase.PREFILL_NETWORK in self.walls:
             return {}
-        seconds = dict(prefill.phases)
-        if self.prefill_wall_s is not None:
-            seconds[Phase.PREFILL_NETWORK] = self.prefill_wall_s - sum(prefill.phases.values())
+        if self.prefill_wall_s is None:
+            return _ordered(prefill.phases)
+        seconds: dict[str, float] = {Phase.PREFILL_NETWORK.value: self.prefill_wall_s}
+        _account(seconds, Phase.PREFILL_NETWORK, prefill, sum(prefill.phases.values()))
         return _ordered(seconds)
 
 

@@ -183,11 +183,12 @@ class Relay:
         if x.move is not None and x.move.target.healthy:
             return x.move.target
         model, holder = x.summary.model, x.holder.url if x.holder is not None else None
-        target = choose_decode(self._fleet.view(), model, x.avoid, holder)
+        avoid = x.avoid if x.left is None else x.avoid | {x.left.url}
+        target = choose_decode(self._fleet.view(), model, avoid, holder)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
-            target = choose_decode(self._fleet.view(), model, x.avoid, holder)
+            target = choose_decode(self._fleet.view(), model, avoid, holder)
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(
