@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvhandoff.core.ids import Identity
@@ -106,10 +106,22 @@ class TransferGate:
     """Transfers that have been posted."""
     ended: int = 0
     """Transfers that have reported an end."""
+    blocks: int = 0
+    """Blocks in the transfers that have been posted."""
     late_by: Callable[[], int] = lambda: 0
     """How many times a transfer is asked after before its bytes move; asked once for each."""
     on_event: Callable[[], None] = lambda: None
     """Called on the mover's thread whenever a transfer is posted or ends."""
+    _permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def let(self, transfers: int) -> None:
+        """Let so many transfers through a closed gate: those in flight, then those that come."""
+        assert self.closed, "the gate is open"
+        self._permits.release(transfers)
+
+    def passes(self) -> bool:
+        """Whether a transfer may go on now; uses up what `let` gave."""
+        return not self.closed or self._permits.acquire(blocking=False)
 
     def wrap(self, plane: DataPlane) -> DataPlane:
         return _GatedPlane(plane, self)
@@ -143,6 +155,7 @@ class _GatedPlane:
     def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Held:
         handle = _Held(operation, peer, copies, self._gate.late_by())
         self._gate.posted += 1
+        self._gate.blocks += sum(count for _, _, count in copies)
         self._gate.on_event()
         return handle
 
@@ -156,7 +169,7 @@ class _GatedPlane:
     def _poll(self, handle: _Held) -> TransferState:
         if handle.real is None:
             handle.late_by -= 1
-            if self._gate.closed or handle.late_by >= 0:
+            if handle.late_by >= 0 or not self._gate.passes():
                 return TransferState.PENDING
             try:
                 handle.real = self._plane.post(handle.operation, handle.peer, handle.copies)

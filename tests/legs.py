@@ -19,8 +19,8 @@ from kvhandoff.core.ids import HandoffKey, new_handoff_id
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.core.spans import to_blocks
-from kvhandoff.handoff.events import Tick
-from kvhandoff.handoff.messages import OfferDescriptor
+from kvhandoff.handoff.events import Retention, Tick
+from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
 from tests.cluster import CLUSTER_KEY, Cluster, LiveEngine, until
 
@@ -83,11 +83,25 @@ class Legs:
         return await self.cluster.tokens(prompt, max_tokens, url=engine.url, body=body)
 
     async def offer(
-        self, engine: LiveEngine, prompt: list[int], *, salt: str = "", key: HandoffKey | None = None
+        self,
+        engine: LiveEngine,
+        prompt: list[int],
+        *,
+        salt: str = "",
+        key: HandoffKey | None = None,
+        history: HistoryRef | None = None,
+        **fields: Any,
     ) -> OfferDescriptor:
-        """A prefill leg: `engine` computes the prompt and offers its blocks."""
-        signed = ticket(engine, "prefill", key=key or new_key(), cache_salt=salt)
-        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": {"ticket": signed}}
+        """A prefill leg: `engine` computes the prompt, or what `history` lacks of it, and offers its
+        blocks."""
+        signed = ticket(engine, "prefill", key=key or new_key(), cache_salt=salt, history=history)
+        body = {
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"ticket": signed},
+            **fields,
+        }
         async with asyncio.timeout(PATIENCE):
             status, answer = await self.cluster.post(body, url=engine.url)
         assert status == 200, answer
@@ -103,10 +117,14 @@ class Legs:
         salt: str = "",
         on_miss: MissPolicy = "recompute",
         max_tokens: int = MAX_TOKENS,
+        retain: Retention | None = None,
+        **fields: Any,
     ) -> Answered:
         """A decode leg: `engine` reads `offer` and answers `prompt`, whether they belong together or not."""
         key = key or new_key()
-        signed = ticket(engine, "decode", key=key, cache_salt=salt, offer=offer, on_miss=on_miss)
+        signed = ticket(
+            engine, "decode", key=key, cache_salt=salt, offer=offer, on_miss=on_miss, retain=retain
+        )
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -114,7 +132,113 @@ class Legs:
             "ignore_eos": True,
             "return_token_ids": True,
             "kv_transfer_params": {"ticket": signed, "prompt_token_ids": prompt},
+            **fields,
         }
+        async with asyncio.timeout(PATIENCE):
+            status, answer = await self.cluster.post(body, url=engine.url)
+        return Answered(key, status, answer)
+
+    async def local(
+        self,
+        engine: LiveEngine,
+        prompt: list[int],
+        *,
+        salt: str = "",
+        max_tokens: int = MAX_TOKENS,
+        retain: Retention | None = "renewable",
+        history: HistoryRef | None = None,
+        **fields: Any,
+    ) -> Answered:
+        """A local leg: a turn that `engine` answers alone, or with what another one kept of the one before,
+        and retains."""
+        key = new_key()
+        signed = ticket(engine, "local", key=key, cache_salt=salt, retain=retain, history=history)
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kv_transfer_params": {"ticket": signed},
+            **fields,
+        }
+        return await self._send(engine, key, body)
+
+    async def push(
+        self,
+        source: LiveEngine,
+        destination: LiveEngine,
+        prompt: list[int],
+        *,
+        key: HandoffKey | None = None,
+        salt: str = "",
+        max_tokens: int = MAX_TOKENS,
+        retain: Retention | None = None,
+        history: HistoryRef | None = None,
+    ) -> tuple[Answered, Answered]:
+        """Both legs of a push, sent at once: the prefill engine's answer and the decode engine's."""
+        key = key or new_key()
+        source_leg = self.prefill_push(source, destination, prompt, key=key, salt=salt, history=history)
+        destination_leg = self.decode_push(
+            source, destination, prompt, key=key, salt=salt, max_tokens=max_tokens, retain=retain
+        )
+        return await asyncio.gather(source_leg, destination_leg)
+
+    async def prefill_push(
+        self,
+        source: LiveEngine,
+        destination: LiveEngine,
+        prompt: list[int],
+        *,
+        key: HandoffKey,
+        salt: str = "",
+        history: HistoryRef | None = None,
+        **fields: Any,
+    ) -> Answered:
+        """The prefill leg of a push."""
+        peers = (destination.agent.control_address,)
+        signed = ticket(source, "prefill", key=key, cache_salt=salt, push=True, peers=peers, history=history)
+        body = {
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"ticket": signed},
+            **fields,
+        }
+        return await self._send(source, key, body)
+
+    async def decode_push(
+        self,
+        source: LiveEngine,
+        destination: LiveEngine,
+        prompt: list[int],
+        *,
+        key: HandoffKey,
+        offer: HandoffKey | None = None,
+        salt: str = "",
+        on_miss: MissPolicy = "recompute",
+        max_tokens: int = MAX_TOKENS,
+        retain: Retention | None = None,
+        **fields: Any,
+    ) -> Answered:
+        """The decode leg of a push; `offer`: the prefill leg's key, if it is not the same."""
+        agent = source.agent
+        ref = OfferRef(key=offer or key, source=agent.me, control_address=agent.control_address)
+        signed = ticket(
+            destination, "decode", key=key, cache_salt=salt, push_from=ref, on_miss=on_miss, retain=retain
+        )
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kv_transfer_params": {"ticket": signed},
+            **fields,
+        }
+        return await self._send(destination, key, body)
+
+    async def _send(self, engine: LiveEngine, key: HandoffKey, body: dict[str, Any]) -> Answered:
         async with asyncio.timeout(PATIENCE):
             status, answer = await self.cluster.post(body, url=engine.url)
         return Answered(key, status, answer)
@@ -165,6 +289,12 @@ class Legs:
 def counted(reason: Reason, times: int = 1) -> Counter[tuple[str, str]]:
     """What `Legs.reasons` has more after `reason` came up so often."""
     return Counter({(reason.value, reason.kind.value): times})
+
+
+def history(engine: LiveEngine, turn: HandoffKey, n_tokens: int) -> HistoryRef:
+    """Where to read what `engine` retained of a turn, at most `n_tokens`."""
+    agent = engine.agent
+    return HistoryRef(key=turn, source=agent.me, control_address=agent.control_address, n_tokens=n_tokens)
 
 
 def content(engine: LiveEngine, offer: OfferDescriptor) -> list[bytes]:
