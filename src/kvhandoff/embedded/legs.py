@@ -164,8 +164,8 @@ class AgentLeg:
         self._awaited.on_allocated(blocks, cached_blocks)
 
     def on_skipped(self) -> None:
-        """The engine's own cache holds what a load could bring."""
-        self._reasons.append(Reason.ALREADY_CACHED)
+        """The engine runs the request without its load."""
+        self._reasons.append(self._awaited.why_skipped(self._requests[0]))
         self._drop_load(done=True)
 
     def on_abandoned(self) -> None:

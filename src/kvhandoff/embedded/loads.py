@@ -53,12 +53,30 @@ class Load:
 
     def wanted(self, request: EngineRequest, chain: TokenChain) -> None:
         """The request has been submitted."""
-        self._open, self._request_id = True, request.request_id
+        self._request_id = request.request_id
+        gain = self._host.min_return_tokens if self.history else 1
+        if self._reach(request) < gain:
+            return  # the engine will skip it: nobody is asked
+        self._open = True
         if self.push:
             self._host.feed(PushWanted(self._key, self.source, chain))
         else:
-            gain = self._host.min_return_tokens if self.history else 1
             self._host.feed(ReadWanted(self._key, self.source, chain, gain))
+
+    def why_skipped(self, request: EngineRequest) -> Reason:
+        """The engine's own cache holds all that it could bring, or all but too little; or all logits of the
+        prompt are wanted, so that it has to be computed anyway."""
+        if request.params.prompt_logprobs is not None:
+            return Reason.PROMPT_LOGPROBS
+        size = self._host.core.layout.block_size
+        cached = not self.history or request.stats.cached_tokens >= self._reach(request) // size * size
+        return Reason.ALREADY_CACHED if cached else Reason.RETURN_TOO_SHORT
+
+    def _reach(self, request: EngineRequest) -> int:
+        """How many tokens it can bring at most; the prompt's last one is computed in any case, unless the
+        token after it comes too."""
+        prompt = len(request.prompt_token_ids)
+        return min(self.source.n_tokens, prompt - 1) if isinstance(self.source, HistoryRef) else prompt
 
     def cached_tokens(self) -> int:
         """How many tokens the source did not have to compute, if it said so."""
