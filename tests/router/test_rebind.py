@@ -123,7 +123,7 @@ async def test_request_whose_prefill_is_done(cluster: Any, path: str) -> None:
 
 async def test_again_and_back(cluster: Any) -> None:
     """An order is no failure: it takes none of the attempts."""
-    async with cluster(decode=2, max_attempts=1) as c:
+    async with cluster(decode=2, max_attempts=2) as c:
         c.p.script = c.d.script = c.decode[1].script = held
         request = push(c)
         p, leg = await both(c)
@@ -132,11 +132,14 @@ async def test_again_and_back(cluster: Any) -> None:
             assert (await rebind(c, leg))[0] == 200
             leg = await soon(engine.legs.get())
             assert leg.ticket.key.attempt == attempt
-        for engine in c.engines:
-            engine.gate.set()
+        await c.d.kill()
+        leg = await soon(c.decode[1].legs.get())
+        assert leg.ticket.key.attempt == 5
+        c.p.gate.set()
+        c.decode[1].gate.set()
         assert (await soon(request))[0] == 200
         record = await c.record(p.ticket.key.handoff_id)
-        assert (record["rebound"], record["attempts"]) == (4, 5)
+        assert (record["rebound"], record["attempts"]) == (5, 6)
 
 
 async def test_prefill_has_failed_before(cluster: Any) -> None:
@@ -345,6 +348,9 @@ async def test_target_dies_while_it_is_moved(cluster: Any) -> None:
         c.d.withdraw_script = hold_withdraw
         request = push(c)
         _, d = await both(c)
+        last = c.decode[2]
+        last.load, seen = 5, len(last.cursors)  # the engine that it was taken from has less to do
+        await until(lambda: len(last.cursors) > seen + 1)
         order = asyncio.create_task(rebind(c, d, c.decode[1].engine_id))
         await soon(withdrawing.wait())
         await c.decode[1].kill()
@@ -355,7 +361,7 @@ async def test_target_dies_while_it_is_moved(cluster: Any) -> None:
         status, answer = await soon(order)
         taken = next(engine for engine in c.decode if engine.engine_id == answer["decode"]["engine_id"])
         assert status == 200
-        assert taken is c.decode[2]
+        assert taken is last
         assert (await soon(taken.legs.get())).ticket.key.attempt == 1
         for engine in c.engines:
             engine.script = decode if engine.role == "decode" else engine.script
