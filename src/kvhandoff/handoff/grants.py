@@ -2,14 +2,23 @@
 
     state        event                            effect                        next
     -----------  -------------------------------  ----------------------------  -----------
-    (none)       wanted                           send grant without blocks     QUEUED
+    (none)       wanted                           greet the source, send grant  QUEUED
+                                                  without blocks
     (none)       wanted, source owes a fence      miss: peer_unreachable        (ended)
-    QUEUED       allocated                        send grant                    GRANTED
+    QUEUED       allocated                        send grant without blocks     ALLOCATED
+    QUEUED       allocated, source up and heard   send grant                    GRANTED
     QUEUED       no blocks in time                miss: queue_timeout           (ended)
-    QUEUED       dropped                          release                       (ended)
-    QUEUED       fenced                           miss: why                     (ended)
-    QUEUED       no sign of life in time          miss: push_timeout            (ended)
-    QUEUED       source gone                      miss: why                     (ended)
+    ALLOCATED    source up and heard              send grant                    GRANTED
+    UNNAMED      renewal due                      send grant without blocks     UNNAMED
+    UNNAMED      progress                         wait on                       UNNAMED
+    UNNAMED      dropped                          free, release                 (ended)
+    UNNAMED      fenced                           miss: why, free               (ended)
+    UNNAMED      no sign of life in time          miss: push_timeout, free,     (ended)
+                                                  release
+    UNNAMED      source unusable or gone          miss: why, free, release      (ended)
+    UNNAMED      another life at its address      miss: epoch_changed, free,    (ended)
+                                                  release
+    UNNAMED      source's process has ended       miss: epoch_changed, free     (ended)
     GRANTED      renewal due                      send grant                    GRANTED
     GRANTED      progress                         wait on                       GRANTED
     GRANTED      commit, ranks are missing        -                             GRANTED
@@ -26,8 +35,12 @@
     QUARANTINED  fenced, or all ranks committed   free                          (ended)
     QUARANTINED  source's process has ended       free                          (ended)
 
+UNNAMED stands for QUEUED (no blocks yet) and ALLOCATED (blocks, but the source has not been told which).
+
 A grant that names blocks is permission to write into them until the source says that nothing more will: by
-all ranks' commits, by `Fenced`, or by having ended. No lease, no timeout and no broken connection ends it.
+all ranks' commits, by `Fenced`, or by having ended. So none is named to a life that has not answered this
+very grant, or that this engine does not know: its end would never be heard of. No lease, no timeout and no
+broken connection ends it.
 
 Rules of docs/protocol.md upheld here: *right KV or none*: `committed` is the only place that says `Loaded`,
 after every rank's commit of the right count and digest; *no use after free*: `_let_go` quarantines what was
@@ -53,6 +66,7 @@ from kvhandoff.handoff.events import (
     Send,
 )
 from kvhandoff.handoff.messages import Commit, Fenced, Grant, OfferRef, Progress, Release, Revoke
+from kvhandoff.handoff.peers import Peer, PeerBook
 from kvhandoff.handoff.settings import HandoffSettings
 
 
@@ -70,9 +84,12 @@ class _Push:
     next_grant: float
     retry_s: float
     blocks: tuple[int, ...] | None = None
-    """None: QUEUED. All prompt blocks; those from `cached_blocks` on belong to the ledger, and are
-    granted."""
+    """None: QUEUED. All prompt blocks; those from `cached_blocks` on belong to the ledger."""
     cached_blocks: int = 0
+    heard: bool = False
+    """The source has answered this grant."""
+    named: bool = False
+    """GRANTED: the source knows the blocks, and may write into them."""
     commits: dict[int, Commit] = field(default_factory=dict)
     """By rank."""
 
@@ -97,17 +114,19 @@ class _Quarantined:
 class GrantLedger:
     """All grants that one engine has given. Time comes in with each call, on the engine's own clock."""
 
-    def __init__(self, settings: HandoffSettings) -> None:
+    def __init__(self, settings: HandoffSettings, peers: PeerBook) -> None:
         self._settings = settings
+        self._peers = peers
         self._next_number = 0
         self._pushes: dict[int, _Push] = {}
         self._quarantine: dict[int, _Quarantined] = {}
 
     def __contains__(self, key: HandoffKey) -> bool:
-        return any(push.key == key for push in self._pushes.values())
+        quarantined = any(entry.push.key == key for entry in self._quarantine.values())
+        return quarantined or self._of(key) is not None
 
     def granted(self) -> list[int]:
-        """Blocks that a source may write into for a request that waits for them."""
+        """Blocks that a source may write into, or soon will, for a request that waits for them."""
         return [block for push in self._pushes.values() for block in push.targets]
 
     def quarantined(self) -> list[int]:
@@ -142,15 +161,14 @@ class GrantLedger:
         self._pushes[push.number] = push
         if any(entry.overdue and entry.push.offer.source == source for entry in self._quarantine.values()):
             return self._miss(now, push, Reason.PEER_UNREACHABLE, f"{source} owes the fence of another grant")
-        return [self._grant(now, push)]
+        return [*self._peers.wanted(now, event.offer.control_address, source), self._grant(now, push)]
 
     def allocated(self, now: float, event: LoadAllocated) -> list[Effect]:
         """The engine has blocks for the prompt. Raises ValueError when it had some already, or the wrong
         number."""
         push = self._of(event.load)
         if push is None:
-            targets = event.blocks[event.cached_blocks :]
-            return [FreeBlocks(targets)] if targets else []
+            raise ValueError(f"load {event.load} had blocks, which are in quarantine")
         if push.blocks is not None or len(event.blocks) != push.chain.n_blocks:
             raise ValueError(f"load {push.key}: {len(event.blocks)} blocks, {push.blocks} before")
         push.blocks, push.cached_blocks = event.blocks, event.cached_blocks
@@ -174,13 +192,15 @@ class GrantLedger:
             push.silent_at = now + self._settings.progress_s
             push.retry_s = self._settings.retry_s
             push.next_grant = now + min(answer.lease_s, self._settings.progress_s) / 3
+            push.heard = True
+            return self._name(now, push)
         return []
 
     def committed(self, now: float, sender: Identity, commit: Commit) -> list[Effect]:
         """One rank has written all."""
         entry = self._quarantine.get(commit.number)
         push = entry.push if entry is not None else self._pushes.get(commit.number)
-        if push is None or sender != push.offer.source or push.blocks is None:
+        if push is None or sender != push.offer.source or not push.named:
             return []
         if not 0 <= commit.rank < commit.ranks:
             return []
@@ -205,11 +225,26 @@ class GrantLedger:
             return []
         return self._fenced(push, answer.reason, f"{sender} writes nothing more")
 
-    def peer_gone(self, now: float, address: str) -> list[Effect]:
-        """The control connection to a source broke. Not a fence."""
-        pushes = [push for push in self._pushes.values() if push.offer.control_address == address]
-        detail = f"the connection to {address} broke"
-        return [effect for push in pushes for effect in self._miss(now, push, Reason.PEER_LOST, detail)]
+    def peer_up(self, now: float, peer: Peer) -> list[Effect]:
+        """The handshake is complete."""
+        effects: list[Effect] = []
+        for push in self._at(peer.address):
+            if push.offer.source == peer.identity:
+                effects += self._name(now, push)
+            elif not push.named:
+                detail = f"wanted from {push.offer.source}, {peer.identity} answers at {peer.address}"
+                effects += self._miss(now, push, Reason.EPOCH_CHANGED, detail)
+        return effects
+
+    def peer_unusable(self, now: float, address: str, reason: Reason, detail: str) -> list[Effect]:
+        """No handshake with whoever is at `address`."""
+        unnamed = [push for push in self._at(address) if not push.named]
+        return [effect for push in unnamed for effect in self._miss(now, push, reason, detail)]
+
+    def peer_gone(self, now: float, address: str, reason: Reason) -> list[Effect]:
+        """The connection to a source broke, or another engine answers there. Not a fence."""
+        detail = f"the source at {address} is gone"
+        return [e for push in self._at(address) for e in self._miss(now, push, reason, detail)]
 
     def peer_died(self, life: Identity) -> list[Effect]:
         """The source's process has ended, for certain: a fence."""
@@ -246,6 +281,9 @@ class GrantLedger:
     def _of(self, key: HandoffKey) -> _Push | None:
         return next((push for push in self._pushes.values() if push.key == key), None)
 
+    def _at(self, address: str) -> list[_Push]:
+        return [push for push in self._pushes.values() if push.offer.control_address == address]
+
     @property
     def _floor(self) -> int:
         return min([*self._pushes, *self._quarantine], default=self._next_number)
@@ -253,6 +291,9 @@ class GrantLedger:
     def _grant(self, now: float, push: _Push) -> Send:
         push.next_grant = now + push.retry_s
         push.retry_s *= 2
+        source = push.offer.source
+        known = push.heard and self._peers.up(push.offer.control_address, source) is not None
+        push.named = push.named or (known and push.blocks is not None)
         grant = Grant(
             offer=push.offer.key,
             reader=push.key,
@@ -260,9 +301,16 @@ class GrantLedger:
             floor=self._floor,
             chain=push.chain,
             first_block=push.cached_blocks,
-            spans=None if push.blocks is None else to_spans(push.targets),
+            spans=to_spans(push.targets) if push.named else None,
         )
-        return Send(push.offer.control_address, push.offer.source, grant)
+        return Send(push.offer.control_address, source, grant)
+
+    def _name(self, now: float, push: _Push) -> list[Effect]:
+        """Tell the source which blocks, if that has become possible."""
+        if push.named or push.blocks is None:
+            return []
+        grant = self._grant(now, push)
+        return [grant] if push.named else []
 
     def _revoke(self, now: float, entry: _Quarantined) -> Send:
         entry.next_revoke = now + entry.retry_s
@@ -288,14 +336,14 @@ class GrantLedger:
         """Nothing can be used. The request hears of it before its target blocks are freed."""
         del self._pushes[push.number]
         effects: list[Effect] = [Missed(push.key, reason, detail), *self._let_go(now, push)]
-        if push.blocks is None:
+        if not push.named:
             effects.append(self._release(push, done=False))
         return effects
 
     def _let_go(self, now: float, push: _Push) -> list[Effect]:
-        """No use after free: what was granted waits for its fence."""
-        if not push.targets:
-            return []
+        """No use after free: what was named waits for its fence."""
+        if not push.named:
+            return [FreeBlocks(push.targets)] if push.targets else []
         settings = self._settings
         entry = _Quarantined(
             push,

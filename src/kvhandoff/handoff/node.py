@@ -66,7 +66,7 @@ class HandoffNode:
         self.offers = OfferLedger(settings)
         self.writes = WriteLedger(settings, self.offers, self.peers, ranks)
         self.reads = ReadLedger(settings, self.peers)
-        self.grants = GrantLedger(settings)
+        self.grants = GrantLedger(settings, self.peers)
         self.stimuli: deque[tuple[float, Event]] = deque(maxlen=log)
         self._alarm_above = settings.quarantine_alarm * hello.num_blocks
         self._alarmed = False
@@ -122,7 +122,7 @@ class HandoffNode:
                 return self._peers_changed(now, self.peers.connected(event.peer, event.error))
             case ev.PeerGone():
                 changed = self._peers_changed(now, self.peers.gone(event.address), Reason.PEER_LOST)
-                return [*changed, *self.grants.peer_gone(now, event.address)]
+                return [*changed, *self.grants.peer_gone(now, event.address, Reason.PEER_LOST)]
             case ev.PeerDied():
                 return self._over(now, event.peer)
             case ev.Received():
@@ -171,7 +171,8 @@ class HandoffNode:
                 proven = body.wanted.engine_id == sender.engine_id and body.wanted != sender
                 if proven:
                     return self._over(now, body.wanted)
-                return self._peers_changed(now, self.peers.over(body.wanted))
+                changed = self._peers_changed(now, self.peers.over(body.wanted))
+                return [*changed, *self.grants.peer_gone(now, envelope.reply_to, Reason.EPOCH_CHANGED)]
             case Claim():
                 return self.offers.claimed(now, sender, envelope.reply_to, body)
             case Release():
@@ -193,7 +194,7 @@ class HandoffNode:
 
     def _over(self, now: float, life: Identity) -> list[Effect]:
         """The process of this life has ended, for certain."""
-        return [*self._peers_changed(now, self.peers.over(life)), *self.grants.peer_died(life)]
+        return [*self.grants.peer_died(life), *self._peers_changed(now, self.peers.over(life))]
 
     def _lost(self, now: float, peer: Identity) -> list[Effect]:
         """A transfer failed: if none is in flight any more, the next request greets the peer anew."""
@@ -218,7 +219,9 @@ class HandoffNode:
         for peer in changes.up:
             effects += self.reads.peer_up(now, peer)
             effects += self.writes.peer_up(now, peer)
+            effects += self.grants.peer_up(now, peer)
         for gone in changes.unusable:
             effects += self.reads.peer_unusable(now, gone.address, gone.reason, gone.detail)
             effects += self.writes.peer_unusable(now, gone.address, gone.reason)
+            effects += self.grants.peer_unusable(now, gone.address, gone.reason, gone.detail)
         return effects

@@ -1,24 +1,32 @@
 """Who the other engines are: the handshake, and which life of which engine listens where.
 
-    state       event                              effect                       next
-    ----------  ---------------------------------  ---------------------------  -----------
-    (none)      wanted                             send hello                   GREETING
-    GREETING    retry due                          send hello                   GREETING
-    GREETING    welcome, compatible                disconnect the engine's      CONNECTING
-                                                   former life, connect this
-    GREETING    refused, or welcome that differs   tell who waits: refused      (none)
-    GREETING    deadline                           tell who waits: unreachable  (none)
-    CONNECTING  data plane connected               tell who waits: up           UP
-    CONNECTING  data plane error                   tell who waits: refused      (none)
-    CONNECTING  deadline                           tell who waits: unreachable  (none)
-    CONNECTING  control connection broke           disconnect, tell its readers (none)
-    UP          another life is wanted there       send hello                   GREETING
-    UP          its life is over                   disconnect, tell its readers (none)
-    UP          control connection broke           disconnect, tell its readers (none)
-    UP          transfer failed, none in flight    disconnect                   (none)
+    state       event                              effect                          next
+    ----------  ---------------------------------  ------------------------------  ----------
+    (none)      wanted                             send hello                      GREETING
+    GREETING    retry due                          send hello                      GREETING
+    GREETING    welcome, compatible                connect                         CONNECTING
+    GREETING    the same, of the next life         disconnect, connect, tell: why  CONNECTING
+    GREETING    welcome that differs               tell: handshake_refused         (none)
+    GREETING    refused                            tell: handshake_refused         (none)
+    GREETING    deadline                           tell: peer_unreachable          (none)
+    CONNECTING  data plane connected               tell: up                        UP
+    CONNECTING  data plane error                   tell: handshake_refused         (none)
+    CONNECTING  deadline                           tell: peer_unreachable          (none)
+    CONNECTING  connection broke                   disconnect, tell: why           (none)
+    CONNECTING  its life is over                   disconnect, tell: why           (none)
+    CONNECTING  transfer failed, none in flight    disconnect, tell: peer_lost     (none)
+    UP          another life is wanted there       send hello                      GREETING
+    UP          connection broke                   disconnect, tell: why           (none)
+    UP          its life is over                   disconnect, tell: why           (none)
+    UP          transfer failed, none in flight    disconnect, tell: peer_lost     (none)
+    UP          transfer failed, others in flight  -                               UP
+    any         hello, compatible                  watch, send welcome             same
+    any         hello that names no process        send welcome                    same
+    any         hello that differs                 send refused                    same
 
-A hello is answered with welcome or refused, whatever the state: answering keeps nothing. Its sender may write
-here once it is welcome, so that the operating system is asked to tell of its end, which fences.
+Told are the loads and the grants that wait for the peer, or use it. A hello is answered whatever the state:
+answering keeps nothing. Its sender may write here once it is welcome, so that the operating system is asked
+to tell of its end, which fences.
 """
 
 from __future__ import annotations
@@ -129,7 +137,7 @@ class PeerBook:
         if difference is not None:
             return [Send(reply_to, sender, Refused(detail=difference, nonce=hello.nonce))]
         welcome = Send(reply_to, sender, Welcome(hello=self._hello, nonce=hello.nonce))
-        return [WatchPeer(sender, hello.process), welcome] if hello.process else [welcome]
+        return [*_watch(sender, hello), welcome]
 
     def welcomed(self, now: float, sender: Identity, address: str, welcome: Welcome) -> Changes:
         """A life answered at `address`."""
@@ -146,6 +154,7 @@ class PeerBook:
         peer.identity, peer.num_blocks = sender, hello.num_blocks
         peer.state, peer.deadline = PeerState.CONNECTING, now + self._settings.handshake_s
         self._lives[sender.engine_id] = sender
+        changes.effects += _watch(sender, hello)
         changes.effects.append(ConnectPeer(sender, hello.data_plane_metadata))
         return changes
 
@@ -216,6 +225,10 @@ class PeerBook:
         del self._peers[peer.address]
         changes.unusable.append(Unusable(peer.address, reason, detail))
         return changes
+
+
+def _watch(life: Identity, hello: Hello) -> list[Effect]:
+    return [WatchPeer(life, hello.process)] if hello.process else []
 
 
 def _next_time(peer: Peer) -> float:
