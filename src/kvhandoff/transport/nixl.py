@@ -4,6 +4,10 @@ What fences: `DONE`, an error, or the end of the peer's process, and nothing els
 handle or removing the peer while it is in flight does not stop its bytes from landing. So a handle is
 released only after it is done or has failed, a peer is removed only when nothing of it is in flight, and
 the agent is never destroyed before that.
+
+One `NixlPlane` copies on one thread. NIXL can use several itself (its backend's `num_threads`), but then the
+error of one part is reported while others are still in flight, and is no fence: so several planes share large
+transfers instead, see `lanes.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +26,16 @@ from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
 from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
 from kvhandoff.transport.bounds import check_block_bytes, oriented
-from kvhandoff.transport.nixl_agent import NixlAgent, NixlError
+from kvhandoff.transport.lanes import DRAIN_S
+from kvhandoff.transport.nixl_agent import (
+    OUTBOUND_PROGRESS_DELAY_US,
+    PROGRESS_DELAY_US,
+    NixlAgent,
+    NixlError,
+)
 from kvhandoff.transport.region import address_of
 
 _log = logging.getLogger(__name__)
-
-DRAIN_S = 5.0
-"""How long `close` waits for transfers in flight."""
 
 _WARM_UP_INTERVAL = 0.01
 
@@ -76,17 +83,19 @@ class _Transfer:
 
 
 class NixlPlane:
-    """Implements `api.DataPlane`. One thread owns it."""
+    """Implements `lanes.Lane`, and with that `api.DataPlane`. One thread owns it."""
 
     kind = "nixl"
 
-    def __init__(self, me: Identity) -> None:
-        """Start an agent (about 0.5 s). Its name has the epoch in it, so that a restarted engine is another.
+    def __init__(self, me: Identity, lane: int = 0) -> None:
+        """Start an agent (0.5 s the first in a process, the next 0.03 s). Its name has the epoch in it, so
+        that a restarted engine is another. Peers connect to lane 0 only.
 
         Raises ConfigError if NIXL is not installed or its UCX backend can't be started.
         """
-        self._me = me
-        self._agent = NixlAgent(str(me))
+        self._name = f"{me}#{lane}" if lane else str(me)
+        delay = OUTBOUND_PROGRESS_DELAY_US if lane else PROGRESS_DELAY_US
+        self._agent = NixlAgent(self._name, progress_delay_us=delay)
         self._region: Region | None = None
         self._metadata = b""
         self._registered: list[Any] = []
@@ -110,7 +119,7 @@ class NixlPlane:
             self._blocks = self._agent.prepare(None, address, count, size)
         except NixlError as error:
             raise TransportError(f"{count} blocks of {size} bytes can't be registered ({error})") from error
-        facts = _Metadata(str(self._me), agent_metadata, _checksum(agent_metadata), address, count, size)
+        facts = _Metadata(self._name, agent_metadata, _checksum(agent_metadata), address, count, size)
         self._metadata = _encoder.encode(facts)
         self._region = region
 
@@ -178,7 +187,8 @@ class NixlPlane:
             native = self._agent.make_byte_read(address_of(self._scratch), str(peer.identity), address)
         except NixlError as error:
             raise TransportError(f"connect {peer.identity}: {error}") from error
-        first_read = self._start(peer, native)
+        first_read = _Transfer(peer, native)
+        self.start(first_read)
         if first_read.state is TransferState.FAILED:
             raise TransportError(f"connect {peer.identity}: unreachable ({first_read.error})")
         self._warm_ups.add(first_read)
@@ -200,6 +210,11 @@ class NixlPlane:
             _log.warning("peer %s can't be removed: %s", peer.identity, error)
 
     def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Transfer:
+        transfer = self.prepare(operation, peer, copies)
+        self.start(transfer)
+        return transfer
+
+    def prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Transfer:
         connected = self._peers.get(peer)
         if connected is None:
             raise TransportError(f"{operation} {peer}: not connected")
@@ -221,14 +236,19 @@ class NixlPlane:
         except NixlError as error:
             connected.broken |= error.disconnected
             raise TransportError(f"{operation} {peer}: refused ({error})") from error
-        return self._start(connected, native)
+        return _Transfer(connected, native)
 
-    def _start(self, peer: _Peer, native: int) -> _Transfer:
-        transfer = _Transfer(peer, native)
-        peer.in_flight += 1
-        self._in_flight.add(transfer)
-        self._advance(transfer, native, self._agent.start)
-        return transfer
+    def start(self, handle: _Transfer) -> None:
+        if handle.native is None:
+            return
+        handle.peer.in_flight += 1
+        self._in_flight.add(handle)
+        self._advance(handle, handle.native, self._agent.start)
+
+    def discard(self, handle: _Transfer) -> None:
+        if handle.native is not None:
+            self._release(handle.native)
+            handle.native = None
 
     def poll(self, handle: _Transfer) -> TransferState:
         if handle.native is not None:
@@ -246,15 +266,19 @@ class NixlPlane:
             peer.broken |= error.disconnected
             transfer.state, transfer.error = TransferState.FAILED, str(error)
         transfer.native = None
-        try:
-            self._agent.release_transfer(native)
-        except NixlError as error:
-            _log.warning("the handle of a transfer that is over can't be released: %s", error)
+        self._release(native)
         self._in_flight.discard(transfer)
         peer.in_flight -= 1
         if peer.in_flight == 0 and self._leaving.get(peer.identity) is peer:
             del self._leaving[peer.identity]
             self._remove(peer)
+
+    def _release(self, native: int) -> None:
+        """Only of a transfer that is over or was never started."""
+        try:
+            self._agent.release_transfer(native)
+        except NixlError as error:
+            _log.warning("the handle of a transfer that is not in flight can't be released: %s", error)
 
     @property
     def service_interval(self) -> float | None:
@@ -271,19 +295,21 @@ class NixlPlane:
                 _log.warning("peer %s can't be reached: %s", warm_up.peer.identity, warm_up.error)
                 warm_up.peer.broken = True
 
-    def close(self) -> None:
-        """Waits up to DRAIN_S for transfers in flight.
-
-        Raises TransportError if some remain. Nothing is released then; keep this object, since its agent goes
-        with it, until the process ends.
-        """
-        deadline = time.monotonic() + DRAIN_S
+    def drain(self, deadline: float) -> None:
         while self._in_flight and time.monotonic() < deadline:
             for transfer in list(self._in_flight):
                 self.poll(transfer)
             time.sleep(0.001)
         if self._in_flight:
             raise TransportError(f"{len(self._in_flight)} transfers are in flight after {DRAIN_S} s")
+
+    def close(self) -> None:
+        """Waits up to DRAIN_S for transfers in flight.
+
+        Raises TransportError if some remain. Nothing is released then; keep this object, since its agent goes
+        with it, until the process ends.
+        """
+        self.drain(time.monotonic() + DRAIN_S)
         for peer in list(self._peers):
             self.disconnect(peer)
         try:

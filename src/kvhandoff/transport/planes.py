@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal, get_args
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import Identity
 from kvhandoff.transport.api import DataPlane
+from kvhandoff.transport.lanes import LanedPlane
 from kvhandoff.transport.nixl import NixlPlane
 from kvhandoff.transport.region import PrivateRegion, SharedRegion
 from kvhandoff.transport.shm import SharedMemoryPlane
 
 PlaneKind = Literal["nixl", "shm"]
 PLANE_KINDS: tuple[PlaneKind, ...] = get_args(PlaneKind)
+
+NIXL_LANES = 2
+"""Measured: 1024 scattered blocks of 369 KB on one host take 32 to 37 ms on one lane, 25 to 28 on two."""
 
 
 def default_kind() -> PlaneKind:
@@ -24,7 +29,7 @@ def default_kind() -> PlaneKind:
 def create_plane(kind: str, me: Identity) -> DataPlane:
     """A data plane of that kind; call it on the thread that will own it. Raises ConfigError."""
     if kind == "nixl":
-        return NixlPlane(me)
+        return LanedPlane(partial(NixlPlane, me), NIXL_LANES)
     if kind == "shm":
         return SharedMemoryPlane()
     raise _unknown(kind)
