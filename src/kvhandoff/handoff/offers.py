@@ -9,49 +9,62 @@ Rules of docs/protocol.md upheld here: *no use after free* for blocks a peer may
 flight; *no leak*: every offer has a lease that ends by itself, or an engine that computes it; *salts never
 mix*: a claim is answered by comparing chains, whose roots hold the salt.
 
-    state      event                          effect                      next
-    ---------  -----------------------------  --------------------------  ---------
-    (none)     started                        -                           GROWING
-    (none)     offered                        -                           OPEN
-    (none)     retained                       -                           RETAINED
-    (none)     claim                          declined: offer_unknown     (none)
-    (none)     withdrawn                      remember                    ENDED
-    GROWING    grown                          -                           GROWING
-    GROWING    offered                        -                           OPEN
-    GROWING    claim                          declined: offer_unknown     GROWING
-    GROWING    abandoned                      end when unpinned           CLOSING or ENDED
-    GROWING    withdrawn                      end when unpinned           CLOSING or ENDED
-    OPEN       claim, chains share tokens     granted, pinned             PINNED
-    OPEN       claim, no token shared         declined: chain_mismatch    OPEN
-    OPEN       release, done                  free                        ENDED
-    OPEN       withdrawn                      free                        ENDED
-    OPEN       own lease over                 free, noted: offer_expired  ENDED
-    RETAINED   claim, chains share tokens     granted, pinned             PINNED
-    RETAINED   claim, no token shared         declined: chain_mismatch    RETAINED
-    RETAINED   release                        -                           RETAINED
-    RETAINED   withdrawn                      free                        ENDED
-    RETAINED   memory short, used least       free, noted                 ENDED
-               recently                       offer_given_up
-    RETAINED   own lease or time over         free, noted: offer_expired  ENDED
-    PINNED     claim                          granted, lease renewed      PINNED
-    PINNED     release, done                  end when unpinned           CLOSING or ENDED
-    PINNED     release, not done or retained  own lease starts anew       OPEN, RETAINED or PINNED
-    PINNED     withdrawn                      end when unpinned           CLOSING
-    PINNED     memory short, retained         end when unpinned           CLOSING
-    PINNED     fixed time over                end when unpinned           CLOSING
-    PINNED     last pin's lease over          noted: lease_lapsed         OPEN or RETAINED
-    CLOSING    claim of a present reader      granted, lease renewed      CLOSING
-    CLOSING    claim, given up or expired     declined: why it closes     CLOSING
-    CLOSING    claim of another reader        declined: why it closes     CLOSING
-    CLOSING    last pin released or over      free                        ENDED
-    ENDED      claim                          declined: why it ended      ENDED
-    ENDED      offered                        free                        ENDED
-    ENDED      retained                       free                        ENDED
+    state     event                              effect                       next
+    --------  ---------------------------------  ---------------------------  --------------------------
+    (none)    started                            -                            GROWING
+    (none)    offered                            -                            OPEN
+    (none)    retained                           -                            RETAINED
+    (none)    claim                              declined: offer_unknown      (none)
+    (none)    withdrawn                          -                            ENDED
+    (none)    grown                              free                         (none)
+    GROWING   grown                              -                            GROWING
+    GROWING   offered                            -                            OPEN
+    GROWING   offered, a grant pins it           -                            PINNED
+    GROWING   claim                              declined: offer_unknown      GROWING
+    GROWING   abandoned, withdrawn, or release,  free                         ENDED
+              done
+    GROWING   the same, a write in flight        -                            CLOSING
+    OPEN      claim, chains share tokens         granted                      PINNED
+    OPEN      claim, no token shared             declined: chain_mismatch     OPEN
+    OPEN      release, done                      free                         ENDED
+    OPEN      withdrawn                          free                         ENDED
+    OPEN      own lease over                     noted: offer_expired, free   ENDED
+    RETAINED  claim, chains share tokens         granted                      PINNED
+    RETAINED  claim, no token shared             declined: chain_mismatch     RETAINED
+    RETAINED  withdrawn                          free                         ENDED
+    RETAINED  memory short, used least recently  noted: offer_given_up, free  ENDED
+    RETAINED  memory short, enough others        -                            RETAINED
+    RETAINED  own lease or time over             noted: offer_expired, free   ENDED
+    PINNED    claim, chains share tokens         granted                      PINNED
+    PINNED    claim, no token shared             declined: chain_mismatch     PINNED
+    PINNED    release of the last reader, done   free                         ENDED
+    PINNED    release, done, others pin it       -                            CLOSING
+    PINNED    release, not done or retained      -                            OPEN or RETAINED or PINNED
+    PINNED    release from before the claim      -                            PINNED
+    PINNED    withdrawn                          -                            CLOSING
+    PINNED    memory short, retained             noted: offer_given_up        CLOSING
+    PINNED    memory short, not retained         -                            PINNED
+    PINNED    fixed time over                    noted: offer_expired         CLOSING
+    PINNED    last pin's lease over              noted: lease_lapsed          OPEN or RETAINED
+    PINNED    last pin's and own lease over      noted: lease_lapsed, noted:  ENDED
+                                                 offer_expired, free
+    CLOSING   claim of a present reader          granted                      CLOSING
+    CLOSING   the same, given up or expired      declined: why                CLOSING
+    CLOSING   claim of another reader            declined: why                CLOSING
+    CLOSING   last pin released                  free                         ENDED
+    CLOSING   last pin's lease over              noted: lease_lapsed, free    ENDED
+    CLOSING   last write reported                free                         ENDED
+    CLOSING   grown, or offered                  free                         CLOSING
+    ENDED     claim                              declined: why                ENDED
+    ENDED     grown, offered, or retained        free                         ENDED
 
-The state is what the data says: pins make it PINNED, `closing` makes it CLOSING, `_ended` ENDED. A grant pins
-an offer as a claim does, also while it grows (`writes.py`). An own lease that a use renews (`renewable`)
-starts anew with each; a `fixed` time does not. Whatever the state, a write in flight holds the blocks until
-it has ended."""
+Misuse, refused with ValueError: GROWING: started, retained; OPEN, RETAINED, PINNED: started, grown, offered,
+retained; CLOSING: started, retained.
+
+The state is what the data says, the first that holds: `_ended` makes it ENDED, `closing` CLOSING, no
+completion GROWING, pins PINNED, a retention RETAINED. A grant pins an offer as a claim does, also while it
+grows (`writes.py`). An own lease starts anew with each use; a `fixed` time does not. Whatever the state, a
+write in flight holds the blocks until it has ended."""
 
 from __future__ import annotations
 

@@ -3,39 +3,88 @@
 A read waits for two things that run side by side: the bytes (*transfer*) and the proof that they are the
 right ones (*claim*). Each has its own states; the read ends when both are in, or as soon as one can't be.
 
-    claim      event                            effect                     next
-    ---------  -------------------------------  -------------------------  --------
-    WAITING    peer is up, life as described    send claim                 ASKED
-    WAITING    peer unusable, or another life   miss                       (ended)
-    WAITING    peer is up, blocks ≠ tokens      miss: bad_reference        (ended)
-    WAITING    deadline                         miss: peer_unreachable     (ended)
-    ASKED      retry due                        send claim                 ASKED
-    ASKED      granted                          trust until the asking     GRANTED
-                                                + lease − margin
-    ASKED      declined                         miss: why                  (ended)
-    ASKED      granted, other blocks            miss: bad_reference        (ended)
-    ASKED      deadline                         miss: claim_timeout        (ended)
-    GRANTED    renewal due                      send claim                 GRANTED
-    GRANTED    granted                          trust longer               GRANTED
-    GRANTED    declined                         miss: why                  (ended)
-    GRANTED    trust over, bytes not in         miss: lease_lapsed         (ended)
+    claim    event                                     effect                             next
+    -------  ----------------------------------------  ---------------------------------  -------
+    (none)   wanted, peer is up                        send claim                         ASKED
+    (none)   wanted, no peer yet                       send hello                         WAITING
+    (none)   wanted, source owes an overdue fence      miss: peer_unreachable, release    (none)
+    (none)   wanted, blocks ≠ tokens                   miss: bad_reference, release       (none)
+    WAITING  peer is up, blocks ≠ tokens               miss: bad_reference, release       (none)
+    WAITING  peer is up, life as described             send claim                         ASKED
+    WAITING  another life is up                        miss: epoch_changed, release       (none)
+    WAITING  peer unusable                             miss: why, release                 (none)
+    WAITING  deadline                                  miss: peer_unreachable, release    (none)
+    WAITING  declined                                  miss: why                          (none)
+    WAITING  dropped                                   release                            (none)
+    WAITING  connection broke, or its life over        miss: why                          (none)
+    ASKED    retry due                                 send claim                         ASKED
+    ASKED    granted                                   -                                  GRANTED
+    ASKED    granted, other blocks                     miss: bad_reference, release       (none)
+    ASKED    answer to another's claim, or of another  -                                  ASKED
+             sender
+    ASKED    granted, bytes in while trusted           loaded, release                    (none)
+    ASKED    granted, bytes in too late                miss: lease_lapsed, free, release  (none)
+    ASKED    deadline                                  miss: claim_timeout, release       (none)
+    ASKED    declined                                  miss: why                          (none)
+    ASKED    dropped                                   release                            (none)
+    ASKED    connection broke, or its life over        miss: why                          (none)
+    ASKED    another transfer failed, none in flight   miss: peer_lost                    (none)
+    GRANTED  renewal due                               send claim                         GRANTED
+    GRANTED  granted                                   -                                  GRANTED
+    GRANTED  granted, other blocks                     miss: bad_reference, release       (none)
+    GRANTED  answer that was had before                -                                  GRANTED
+    GRANTED  trust over, bytes not in                  miss: lease_lapsed, release        (none)
+    GRANTED  declined                                  miss: why                          (none)
+    GRANTED  dropped                                   release                            (none)
+    GRANTED  connection broke, or its life over        miss: why                          (none)
+    GRANTED  another transfer failed, none in flight   miss: peer_lost                    (none)
 
-    transfer   event                            effect                     next
-    ---------  -------------------------------  -------------------------  --------
-    NO_BLOCKS  allocated                        -                          READY
-    NO_BLOCKS  no blocks in time                miss: queue_timeout        (ended)
-    READY      peer is up, and claim granted,   post the read              POSTED
-               or digests equal and no fence
-               of an earlier read owed
-    READY      claim is granted, nothing gained miss: already_cached       (ended)
-    READY      source owes an overdue fence     miss: peer_unreachable     (ended)
-    READY      claim is granted, little gained  miss: return_too_short     (ended)
-    POSTED     landed                           -                          LANDED
-    POSTED     failed                           miss: transfer_failed      (ended)
-    POSTED     deadline                         miss: read_timeout         (ended)
+    transfer     event                                  effect                              next
+    -----------  -------------------------------------  ----------------------------------  -----------
+    (none)       allocated                              free                                (none)
+    NO_BLOCKS    allocated, nothing to read yet         -                                   READY
+    NO_BLOCKS    allocated, a read may begin            post the read                       POSTED
+    NO_BLOCKS    no blocks in time                      miss: queue_timeout, release        (none)
+    NO_BLOCKS    declined, or the source is gone        miss: why                           (none)
+    NO_BLOCKS    dropped                                release                             (none)
+    NO_BLOCKS    claim's deadline, or trust over        miss: why, release                  (none)
+    READY        peer is up, and a read may begin       send claim, post the read           POSTED
+    READY        granted                                post the read                       POSTED
+    READY        granted, nothing gained                miss: already_cached, free,         (none)
+                                                        release
+    READY        granted, little gained                 miss: return_too_short, free,       (none)
+                                                        release
+    READY        granted, blocks that are none          miss: bad_reference, free, release  (none)
+    READY        granted, source owes an overdue fence  miss: peer_unreachable, free,       (none)
+                                                        release
+    READY        declined, or the source is gone        miss: why, free                     (none)
+    READY        dropped                                free, release                       (none)
+    READY        claim's deadline                       miss: why, free, release            (none)
+    POSTED       landed, claim not granted yet          -                                   LANDED
+    POSTED       landed while trusted                   loaded, release                     (none)
+    POSTED       landed too late                        miss: lease_lapsed, free, release   (none)
+    POSTED       failed                                 miss: transfer_failed, free,        (none)
+                                                        release
+    POSTED       granted                                -                                   POSTED
+    POSTED       deadline                               miss: read_timeout, release         QUARANTINED
+    POSTED       declined, or the source is gone        miss: why                           QUARANTINED
+    POSTED       dropped                                release                             QUARANTINED
+    POSTED       claim's deadline, or trust over        miss: why, release                  QUARANTINED
+    LANDED       declined, or the source is gone        miss: why, free                     (none)
+    LANDED       dropped                                free, release                       (none)
+    LANDED       claim's deadline                       miss: why, free, release            (none)
+    LANDED       granted                                loaded, release                     (none)
+    LANDED       granted, nothing gained                miss: already_cached, free,         (none)
+                                                        release
+    QUARANTINED  landed, or failed                      free                                (none)
+    QUARANTINED  fence overdue                          noted: fence_overdue                QUARANTINED
 
-    GRANTED and LANDED: landed while trusted → loaded, release; else → miss: lease_lapsed.
-    Ended or dropped while POSTED: the target blocks are quarantined until landed or failed, then freed.
+Misuse, refused with ValueError: WAITING, ASKED, GRANTED: wanted; READY, POSTED, LANDED, QUARANTINED:
+allocated.
+
+"A read may begin" when its claim is granted; before that, when the offer is described as the request's own
+chain and no fence of an earlier read is owed. What a read has landed counts while its claim is trusted: until
+(its asking + lease − margin).
 
 Rules of docs/protocol.md upheld here: *right KV or none*: `_resolve` is the only place that says `Loaded`;
 *no use after free* of one's own targets: `_let_go` frees only what no posted transfer can still reach;
@@ -172,6 +221,8 @@ class ReadLedger:
     def allocated(self, now: float, event: LoadAllocated) -> list[Effect]:
         """The engine has blocks for the prompt; a read that has ended meanwhile needs none. Raises ValueError
         when it had some already, or the wrong number."""
+        if event.load in self._quarantine:
+            raise ValueError(f"load {event.load} had blocks, which are in quarantine")
         read = self._reads.get(event.load)
         if read is None:
             targets = event.blocks[event.cached_blocks :]

@@ -1,31 +1,54 @@
 """The source's side of a push: the grants it was given, and the writes under them.
 
-    state      event                              effect                        next
-    ---------  ---------------------------------  ----------------------------  ---------
-    (none)     grant, over already                fenced: revoked               (none)
-    (none)     grant of an earlier attempt        fenced: rebound               (none)
-    (none)     grant, offer has ended             fenced: why it ended          (none)
-    (none)     grant, offer unknown               -                             EARLY
-    (none)     grant, offer lives                 progress, pin the offer       WRITING
-    EARLY      offer started                      progress, pin the offer       WRITING
-    EARLY      offer does not come in time        fenced: offer_unknown         (none)
-    WRITING    grant again                        progress, pin renewed         WRITING
-    WRITING    grant names the blocks             connect the destination       WRITING
-    WRITING    chains differ                      fenced: chain_mismatch        (none)
-    WRITING    blocks that are none               fenced: bad_reference         (none)
-    WRITING    blocks granted and computed        write                         WRITING
-    WRITING    all written, offer complete        commit, one of each rank      COMMITTED
-    WRITING    a write failed                     end when none is in flight    ENDING
-    WRITING    revoke                             end when none is in flight    ENDING
-    WRITING    grant of a later attempt           end when none is in flight    ENDING
-    WRITING    offer closes or ends               end when none is in flight    ENDING
-    WRITING    destination unusable or gone       end when none is in flight    ENDING
-    COMMITTED  grant again                        commit again                  COMMITTED
-    COMMITTED  revoke, or offer ends              fenced                        (none)
-    COMMITTED  release                            -                             (none)
-    ENDING     none is in flight                  fenced: why                   (none)
+    state      event                                  effect                            next
+    ---------  -------------------------------------  --------------------------------  ----------------
+    (none)     grant, over already                    fenced: revoked                   (none)
+    (none)     grant of an earlier attempt            fenced: rebound                   (none)
+    (none)     grant, offer has ended                 fenced: why                       (none)
+    (none)     grant of no chain or position          fenced: bad_reference             (none)
+    (none)     grant, offer unknown                   -                                 EARLY
+    (none)     grant, offer lives                     progress                          WRITING
+    (none)     grant, chains differ                   progress, fenced: chain_mismatch  (none)
+    (none)     revoke                                 fenced: revoked                   (none)
+    EARLY      started, or offered                    progress                          WRITING
+    EARLY      started, chains differ                 progress, fenced: chain_mismatch  (none)
+    EARLY      grant again                            -                                 EARLY
+    EARLY      the offer does not come in time        fenced: offer_unknown             (none)
+    EARLY      release                                -                                 (none)
+    EARLY      revoke                                 fenced: revoked                   (none)
+    EARLY      grant of a later attempt               fenced: rebound                   (none)
+    EARLY      the offer ends                         fenced: why                       (none)
+    EARLY      the destination is gone                fenced: why                       (none)
+    WRITING    grant again                            progress                          WRITING
+    WRITING    grant again, a write hangs             -                                 WRITING
+    WRITING    grant names the blocks                 progress, write                   WRITING
+    WRITING    the same, destination is no peer yet   progress, send hello              WRITING
+    WRITING    destination is up                      write                             WRITING
+    WRITING    destination is up, but not with these  end: bad_reference                (none)
+               blocks
+    WRITING    grant that says otherwise              end: bad_reference                (none) or ENDING
+    WRITING    grown, or offered                      write                             WRITING
+    WRITING    landed, more is to come                -                                 WRITING
+    WRITING    all landed, and the prompt computed    commit of each rank               COMMITTED
+    WRITING    a write failed                         end: why                          ENDING or (none)
+    WRITING    revoke                                 end: revoked                      ENDING or (none)
+    WRITING    grant of a later attempt               end: rebound                      ENDING or (none)
+    WRITING    the offer ends                         end: why                          ENDING or (none)
+    WRITING    the destination is gone                end: why                          ENDING or (none)
+    WRITING    destination unusable                   end: why                          (none)
+    WRITING    release                                -                                 (none)
+    COMMITTED  revoke                                 fenced: revoked                   (none)
+    COMMITTED  grant of a later attempt               fenced: rebound                   (none)
+    COMMITTED  the offer ends                         fenced: why                       (none)
+    COMMITTED  the destination is gone                fenced: why                       (none)
+    COMMITTED  grant again                            commit of each rank               COMMITTED
+    COMMITTED  release, or a floor above it           -                                 (none)
+    ENDING     grant again                            -                                 ENDING
+    ENDING     reported, others are in flight         -                                 ENDING
+    ENDING     the last write reported                fenced: why                       (none)
 
-A grant may come before the prompt, and the prompt before the grant; `advance` looks at what is there.
+To `end` is to be fenced at once, or when the writes in flight have reported: ENDING till then. A grant may
+come before the prompt, and the prompt before the grant; `advance` looks at what is there.
 
 Rules of docs/protocol.md upheld here: *right KV or none*: nothing is written for another chain than the
 offer's own, and `Commit` follows the report of every write; *no use after free* of the destination's blocks:
@@ -204,7 +227,7 @@ class WriteLedger:
     def failed(self, now: float, write: WriteKey, rank: int) -> list[Effect]:
         """The fence of one rank's part of a write that came to nothing."""
         grant = self._grants.get((write.grantee, write.number))
-        if grant is None:
+        if grant is None or rank not in grant.in_flight.get(write.chunk, ()):
             return []
         return [*self._end(now, grant, Reason.TRANSFER_FAILED), *self.landed(now, write, rank)]
 
