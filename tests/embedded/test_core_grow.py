@@ -227,6 +227,20 @@ def test_closing_abandons_the_offers_that_are_not_complete(steps: int | None):
     assert [call for call in bench.hooks.calls if call != GROWN] == [end, ("end", "a")]
 
 
+def test_a_handoff_side_that_is_gone_keeps_no_request_from_its_end(caplog: pytest.LogCaptureFixture):
+    bench = Bench(max_step_tokens=4)
+    client = bench.submit("a", prompt_of(11), 5, offer=True, grow=True)
+    other = bench.submit("b", prompt_of(11), 5)
+
+    def refuse(request_id: str) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    bench.hooks.offer_abandoned = refuse  # type: ignore[method-assign]
+    bench.core.close()
+    assert [client.ended, other.ended] == ["abort", "abort"]
+    assert "the handoff side could not be told of the end of a" in caplog.text
+
+
 def test_a_load_under_way_and_a_growing_offer_are_both_abandoned():
     bench = Bench()
     bench.submit("a", prompt_of(11), 1, load=True, offer=True, grow=True)

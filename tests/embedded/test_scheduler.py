@@ -413,6 +413,24 @@ def test_an_abandoned_load_gives_back_what_was_cached_and_lends_the_rest():
     assert steps.pool.used == 2
 
 
+def test_no_block_is_offered_twice_when_a_failed_load_starts_anew_with_less_in_the_cache():
+    steps = Steps(num_blocks=8, max_step_tokens=4)
+    steps.scheduler.end(_computed(steps, "x", [5] * 9))
+    b = steps.add("b", [5] * 8 + [6] * 8, load=True, offer=True, grow=True)
+    [(state, cached)] = steps.plan_only().grown
+    assert (state, cached) == (b, b.blocks[:2])
+    awaited = b.blocks[2:]
+    steps.scheduler.load_failed(b, now=5.0)
+    steps.scheduler.take_back([*awaited, *cached])  # fenced, and the offer withdrawn
+    steps.pool.release(steps.pool.allocate(8))  # somebody else's, meanwhile
+    counts = []
+    for _ in range(3):
+        steps.plan()
+        counts.append(len(steps.scheduler.grow_offer(b)))
+    assert counts == [0, 0, 1]
+    assert steps.scheduler.offer(b) == b.blocks[3:]
+
+
 # -- short of blocks -------------------------------------------------------------------------------------
 
 

@@ -156,7 +156,7 @@ class Scheduler:
         to the handoff side. None for a request without such an offer."""
         if not state.offer_grows:
             return []
-        return self._offer_up_to(state, min(state.computed, state.prompt_tokens) // self.pool.block_size)
+        return self._offer_up_to(state, state.computed // self.pool.block_size)
 
     def offer(self, state: RequestState) -> list[int]:
         """The prompt's blocks that were not offered yet, one reference on each of them lent. Completes the
