@@ -1,41 +1,60 @@
 """The destination's side of a push: grants, the commits that complete them, and the fences that end them.
 
-    state        event                            effect                        next
-    -----------  -------------------------------  ----------------------------  -----------
-    (none)       wanted                           greet the source, send grant  QUEUED
-                                                  without blocks
-    (none)       wanted, source owes a fence      miss: peer_unreachable        (ended)
-    QUEUED       allocated                        send grant without blocks     ALLOCATED
-    QUEUED       allocated, source up and heard   send grant                    GRANTED
-    QUEUED       no blocks in time                miss: queue_timeout           (ended)
-    ALLOCATED    source up and heard              send grant                    GRANTED
-    UNNAMED      renewal due                      send grant without blocks     UNNAMED
-    UNNAMED      progress                         wait on                       UNNAMED
-    UNNAMED      dropped                          free, release                 (ended)
-    UNNAMED      fenced                           miss: why, free               (ended)
-    UNNAMED      no sign of life in time          miss: push_timeout, free,     (ended)
-                                                  release
-    UNNAMED      source unusable or gone          miss: why, free, release      (ended)
-    UNNAMED      another life at its address      miss: epoch_changed, free,    (ended)
-                                                  release
-    UNNAMED      source's process has ended       miss: epoch_changed, free     (ended)
-    GRANTED      renewal due                      send grant                    GRANTED
-    GRANTED      progress                         wait on                       GRANTED
-    GRANTED      commit, ranks are missing        -                             GRANTED
-    GRANTED      commit of the last rank          loaded, release               (ended)
-    GRANTED      commit of other content          miss: commit_mismatch,        QUARANTINED
-                                                  revoke
-    GRANTED      fenced                           miss: why, free               (ended)
-    GRANTED      no sign of life in time          miss: push_timeout, revoke    QUARANTINED
-    GRANTED      dropped                          revoke                        QUARANTINED
-    GRANTED      source gone, it seems            miss: why, revoke             QUARANTINED
-    GRANTED      source's process has ended       miss: epoch_changed, free     (ended)
-    QUARANTINED  retry due                        send revoke                   QUARANTINED
-    QUARANTINED  fence overdue                    noted: fence_overdue          QUARANTINED
-    QUARANTINED  fenced, or all ranks committed   free                          (ended)
-    QUARANTINED  source's process has ended       free                          (ended)
+    state        event                                    effect                                 next
+    -----------  ---------------------------------------  -------------------------------------  -----------
+    (none)       wanted, source is up                     send grant without blocks              QUEUED
+    (none)       wanted, no peer yet                      send hello, send grant without blocks  QUEUED
+    (none)       wanted, source owes an overdue fence     miss: peer_unreachable, release        (none)
+    (none)       allocated                                free                                   (none)
+    QUEUED       allocated                                send grant without blocks              ALLOCATED
+    QUEUED       allocated, source up and heard           send grant                             GRANTED
+    QUEUED       progress                                 -                                      QUEUED
+    QUEUED       source is up                             -                                      QUEUED
+    QUEUED       another life is up there                 miss: epoch_changed, release           (none)
+    QUEUED       source unusable                          miss: why, release                     (none)
+    QUEUED       no blocks in time                        miss: queue_timeout, release           (none)
+    QUEUED       renewal due                              send grant without blocks              QUEUED
+    QUEUED       dropped                                  release                                (none)
+    QUEUED       fenced                                   miss: why                              (none)
+    QUEUED       no sign of life in time                  miss: push_timeout, release            (none)
+    QUEUED       source gone, it seems                    miss: why, release                     (none)
+    QUEUED       source's process has ended               miss: epoch_changed                    (none)
+    ALLOCATED    progress, source is up                   send grant                             GRANTED
+    ALLOCATED    progress, no peer yet                    -                                      ALLOCATED
+    ALLOCATED    source is up, and heard                  send grant                             GRANTED
+    ALLOCATED    source is up, not heard                  -                                      ALLOCATED
+    ALLOCATED    another life is up there                 miss: epoch_changed, free, release     (none)
+    ALLOCATED    source unusable                          miss: why, free, release               (none)
+    ALLOCATED    renewal due                              send grant without blocks              ALLOCATED
+    ALLOCATED    dropped                                  free, release                          (none)
+    ALLOCATED    fenced                                   miss: why, free                        (none)
+    ALLOCATED    no sign of life in time                  miss: push_timeout, free, release      (none)
+    ALLOCATED    source gone, it seems                    miss: why, free, release               (none)
+    ALLOCATED    source's process has ended               miss: epoch_changed, free              (none)
+    GRANTED      progress                                 -                                      GRANTED
+    GRANTED      renewal due                              send grant                             GRANTED
+    GRANTED      commit, ranks are missing                -                                      GRANTED
+    GRANTED      commit of the last rank                  loaded, release                        (none)
+    GRANTED      commit of other content                  miss: commit_mismatch, send revoke     QUARANTINED
+    GRANTED      commit of no rank, or of another sender  -                                      GRANTED
+    GRANTED      dropped                                  send revoke, release                   QUARANTINED
+    GRANTED      fenced                                   miss: why, free                        (none)
+    GRANTED      no sign of life in time                  miss: push_timeout, send revoke        QUARANTINED
+    GRANTED      source gone, it seems                    miss: why, send revoke                 QUARANTINED
+    GRANTED      source's process has ended               miss: epoch_changed, free              (none)
+    QUARANTINED  retry due                                send revoke                            QUARANTINED
+    QUARANTINED  fence overdue                            noted: fence_overdue                   QUARANTINED
+    QUARANTINED  fenced                                   free                                   (none)
+    QUARANTINED  commit of the last rank                  free                                   (none)
+    QUARANTINED  commit, ranks are missing                -                                      QUARANTINED
+    QUARANTINED  hello of the source's next life,         send revoke                            QUARANTINED
+                 elsewhere
+    QUARANTINED  source's process has ended               free                                   (none)
 
-UNNAMED stands for QUEUED (no blocks yet) and ALLOCATED (blocks, but the source has not been told which).
+Misuse, refused with ValueError: QUEUED, ALLOCATED, GRANTED, QUARANTINED: wanted; ALLOCATED, GRANTED,
+QUARANTINED: allocated.
+
+ALLOCATED: there are blocks, and the source has not been told which. To be heard is to have said `Progress`.
 
 A grant that names blocks is permission to write into them until the source says that nothing more will: by
 all ranks' commits, by `Fenced`, or by having ended. So none is named to a life that has not answered this
@@ -330,7 +349,11 @@ class GrantLedger:
         if push.blocks is None and now >= push.queue_deadline:
             detail = f"no blocks within {self._settings.queue_s} s"
             return self._miss(now, push, Reason.QUEUE_TIMEOUT, detail)
-        return [self._grant(now, push)] if now >= push.next_grant else []
+        if now < push.next_grant:
+            return []
+        # No push waits to be named without a handshake under way, which has a deadline.
+        greeting = [] if push.named else self._peers.wanted(now, push.offer.control_address, source)
+        return [*greeting, self._grant(now, push)]
 
     def _miss(self, now: float, push: _Push, reason: Reason, detail: str) -> list[Effect]:
         """Nothing can be used. The request hears of it before its target blocks are freed."""

@@ -1,28 +1,29 @@
 """Who the other engines are: the handshake, and which life of which engine listens where.
 
-    state       event                              effect                          next
-    ----------  ---------------------------------  ------------------------------  ----------
-    (none)      wanted                             send hello                      GREETING
-    GREETING    retry due                          send hello                      GREETING
-    GREETING    welcome, compatible                connect                         CONNECTING
-    GREETING    the same, of the next life         disconnect, connect, tell: why  CONNECTING
-    GREETING    welcome that differs               tell: handshake_refused         (none)
-    GREETING    refused                            tell: handshake_refused         (none)
-    GREETING    deadline                           tell: peer_unreachable          (none)
-    CONNECTING  data plane connected               tell: up                        UP
-    CONNECTING  data plane error                   tell: handshake_refused         (none)
-    CONNECTING  deadline                           tell: peer_unreachable          (none)
-    CONNECTING  connection broke                   disconnect, tell: why           (none)
-    CONNECTING  its life is over                   disconnect, tell: why           (none)
-    CONNECTING  transfer failed, none in flight    disconnect, tell: peer_lost     (none)
-    UP          another life is wanted there       send hello                      GREETING
-    UP          connection broke                   disconnect, tell: why           (none)
-    UP          its life is over                   disconnect, tell: why           (none)
-    UP          transfer failed, none in flight    disconnect, tell: peer_lost     (none)
-    UP          transfer failed, others in flight  -                               UP
-    any         hello, compatible                  watch, send welcome             same
-    any         hello that names no process        send welcome                    same
-    any         hello that differs                 send refused                    same
+    state       event                              effect                       next
+    ----------  ---------------------------------  ---------------------------  ----------
+    (none)      wanted                             send hello                   GREETING
+    GREETING    retry due                          send hello                   GREETING
+    GREETING    welcome, compatible                watch, connect               CONNECTING
+    GREETING    the same, of the next life         disconnect, watch, connect,  CONNECTING
+                                                   tell: why
+    GREETING    welcome that differs               tell: handshake_refused      (none)
+    GREETING    refused                            tell: handshake_refused      (none)
+    GREETING    deadline                           tell: peer_unreachable       (none)
+    CONNECTING  data plane connected               tell: up                     UP
+    CONNECTING  data plane error                   tell: handshake_refused      (none)
+    CONNECTING  deadline                           tell: peer_unreachable       (none)
+    CONNECTING  connection broke                   disconnect, tell: why        (none)
+    CONNECTING  its life is over                   disconnect, tell: why        (none)
+    CONNECTING  transfer failed, none in flight    disconnect, tell: peer_lost  (none)
+    UP          another life is wanted there       send hello                   GREETING
+    UP          connection broke                   disconnect, tell: why        (none)
+    UP          its life is over                   disconnect, tell: why        (none)
+    UP          transfer failed, none in flight    disconnect, tell: peer_lost  (none)
+    UP          transfer failed, others in flight  -                            UP
+    any         hello, compatible                  watch, send welcome          same
+    any         hello that names no process        send welcome                 same
+    any         hello that differs                 send refused                 same
 
 Told are the loads and the grants that wait for the peer, or use it. A hello is answered whatever the state:
 answering keeps nothing. Its sender may write here once it is welcome, so that the operating system is asked

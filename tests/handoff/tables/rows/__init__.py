@@ -1,0 +1,1 @@
+"""A scenario for each row of each table; importing a module registers its scenarios."""
