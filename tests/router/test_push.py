@@ -286,7 +286,7 @@ async def test_decode_fails_while_prefill_runs(cluster: Any, script: Any, stream
 
 
 async def test_decode_is_late_while_prefill_runs(cluster: Any) -> None:
-    async with cluster(decode=2, timeouts={"answer_s": 0.2}) as c:
+    async with cluster(decode=2, timeouts={"answer_s": 0.5}) as c:
         c.p.script, c.d.script = held, silent
         request = push(c)
         _, d = await both(c)

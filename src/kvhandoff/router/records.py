@@ -69,7 +69,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """How often another decode engine was chosen while the prefill leg went on."""
     requested_return: ReturnChoice
     history: Identity | None
-    """The decode engine that was named as the one that keeps the conversation's last turn."""
+    """The decode engine that keeps the conversation's last turn, as the router remembers. A local leg on it
+    needs no return: its own prefix cache has the history."""
     attempts: int
     status: int | None
     """HTTP status; 499 when the client left, 502 also when a stream broke off; None while it runs."""
