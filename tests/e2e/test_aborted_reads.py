@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -279,6 +280,7 @@ async def test_read_that_does_not_land_in_time(tiny: Path, transport: Literal["s
         assert answer.token_ids == expected
         assert (await c.legs.record(c.d, answer.key)).reasons == [Reason.READ_TIMEOUT]
         assert (await c.legs.debug_kv(c.d))["quarantined"] == BLOCKS
+        pass_time(c.d, SETTINGS.fence_s)
 
         other = c.prompt()
         offer = await c.legs.offer(c.p, other)
@@ -286,7 +288,11 @@ async def test_read_that_does_not_land_in_time(tiny: Path, transport: Literal["s
         assert answer.token_ids == await c.legs.alone(c.p, other)
         assert (await c.legs.record(c.d, answer.key)).reasons == [Reason.PEER_UNREACHABLE]
         assert c.transfers.posted == 1
-        assert await c.legs.reasons(c.d) == counted(Reason.READ_TIMEOUT) + counted(Reason.PEER_UNREACHABLE)
+        causes = (
+            *(Reason.READ_TIMEOUT, Reason.QUARANTINE_GROWS),
+            *(Reason.FENCE_OVERDUE, Reason.PEER_UNREACHABLE),
+        )
+        assert await c.legs.reasons(c.d) == sum((counted(cause) for cause in causes), Counter())
 
         c.transfers.closed = False
         await c.deployment.settled()
@@ -294,7 +300,7 @@ async def test_read_that_does_not_land_in_time(tiny: Path, transport: Literal["s
         offer = await c.legs.offer(c.p, third)
         answer = await c.legs.decode(c.d, offer, third)
         assert answer.token_ids == await c.legs.alone(c.p, third)
-        assert (await c.legs.record(c.d, answer.key)).transferred_tokens == LENGTH - 1
+        assert (await c.legs.record(c.d, answer.key)).transferred_tokens == LENGTH
         await c.deployment.settled()
 
 
@@ -327,5 +333,5 @@ async def test_read_that_fails(
         offer = await c.legs.offer(c.p, prompt)
         answer = await c.legs.decode(c.d, offer, prompt, on_miss=on_miss)
         assert answer.token_ids == await c.legs.alone(c.p, prompt)
-        assert (await c.legs.record(c.d, answer.key)).transferred_tokens == LENGTH - 1
+        assert (await c.legs.record(c.d, answer.key)).transferred_tokens == LENGTH
         await c.deployment.settled()

@@ -72,7 +72,7 @@ class Reader:
         offer = await self.legs.offer(self.good, prompt)
         answer = await self.legs.decode(self.d, offer, prompt)
         assert answer.token_ids == expected
-        assert (await self.legs.record(self.d, answer.key)).transferred_tokens == LENGTH - 1
+        assert (await self.legs.record(self.d, answer.key)).transferred_tokens == LENGTH
 
     async def missed(
         self,
@@ -225,7 +225,7 @@ def _welcome(hello: Hello, **changes: Any) -> Welcome:
 REFUSED: dict[str, tuple[Callable[[Hello], list[Body | bytes]], str]] = {
     "another protocol": (
         lambda hello: [_welcome(hello, protocol_version=99)],
-        "protocol_version: 1 here, 99 there",
+        "protocol_version: 2 here, 99 there",
     ),
     "another layout": (
         lambda hello: [_welcome(hello, layout=msgspec.structs.replace(hello.layout, kv_heads=8))],

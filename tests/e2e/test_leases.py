@@ -60,7 +60,7 @@ async def test_read_just_before_and_at_the_end_of_the_lease(
         answer = await legs.decode(d, offer, prompt)
         assert answer.token_ids == expected
         record = await legs.record(d, answer.key)
-        assert record.transferred_tokens == (LENGTH - 1 if in_time else 0)
+        assert record.transferred_tokens == (LENGTH if in_time else 0)
         assert record.reasons == ([] if in_time else [Reason.OFFER_EXPIRED])
         expired = counted(Reason.OFFER_EXPIRED, 0 if in_time else 1)
         assert await legs.reasons(p) - expired == {}
@@ -183,7 +183,7 @@ async def test_read_in_flight_at_the_deadline_is_protected(
         f.gate.closed = False
         answer = await f.answer
         assert answer.token_ids == f.expected
-        assert (await f.legs.record(f.d, answer.key)).transferred_tokens == LENGTH - 1
+        assert (await f.legs.record(f.d, answer.key)).transferred_tokens == LENGTH
         assert await f.legs.reasons(f.p) == await f.legs.reasons(f.d) == {}
         await f.deployment.settled()
 
@@ -210,7 +210,7 @@ async def test_read_that_outlives_its_lease_is_discarded(
         await f.deployment.settled(f.p)
         assert await f.legs.reasons(f.p) == counted(Reason.LEASE_LAPSED) + counted(Reason.OFFER_EXPIRED)
         told = [r.getMessage() for r in caplog.records if Reason.LEASE_LAPSED in r.getMessage()]
-        source_told = [line for line in told if line.startswith(f"offer {f.offer.key}")]
+        source_told = [line for line in told if line.startswith(f"{f.offer.key}")]
         assert len(source_told) == 1
         assert str(f.d.agent.me) in source_told[0]
         assert str(answer.key) in source_told[0]
@@ -322,7 +322,7 @@ async def test_queue_longer_than_the_lease(tiny: Path) -> None:
         for answer, expected in zip(await asyncio.gather(*q.answers), q.expected, strict=True):
             assert answer.token_ids == expected
             record = await q.legs.record(q.d, answer.key)
-            assert (record.transferred_tokens, record.reasons) == (BLOCK + 2, [])
+            assert (record.transferred_tokens, record.reasons) == (BLOCK + 3, [])
         assert await q.legs.reasons(q.p) == await q.legs.reasons(q.d) == {}
         await q.deployment.settled()
 
@@ -345,6 +345,6 @@ async def test_queue_whose_renewals_are_lost(tiny: Path, caplog: pytest.LogCaptu
         lost = counted(Reason.LEASE_LAPSED, REQUESTS - 1) + counted(Reason.OFFER_EXPIRED, REQUESTS - 1)
         assert await q.legs.reasons(q.p) == lost
         for record in lapsed:
-            line = f"offer {record.handoff_id}#0: lease_lapsed, claim of {q.d.agent.me} "
+            line = f"{record.handoff_id}#0: lease_lapsed, claim of {q.d.agent.me} "
             assert sum(entry.getMessage().startswith(line) for entry in caplog.records) == 1
         await q.deployment.settled()

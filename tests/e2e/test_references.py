@@ -58,7 +58,7 @@ class Pair:
         expected = await self.legs.alone(self.d, prompt)
         answer = await self.legs.decode(self.d, offer, prompt, key=offer.key)
         assert answer.token_ids == expected
-        assert (await self.legs.record(self.d, offer.key)).transferred_tokens == LENGTH - 1
+        assert (await self.legs.record(self.d, offer.key)).transferred_tokens == LENGTH
         await self.legs.cluster.settled()
         return offer
 
@@ -132,7 +132,7 @@ async def test_held_reference_is_not_recycled(pair: Pair) -> None:
     expected = await pair.legs.alone(pair.d, prompt)
     answer = await pair.legs.decode(pair.d, offer, prompt)
     assert answer.token_ids == expected
-    assert (await pair.legs.record(pair.d, answer.key)).transferred_tokens == LENGTH - 1
+    assert (await pair.legs.record(pair.d, answer.key)).transferred_tokens == LENGTH
     await pair.legs.cluster.settled()
 
 
@@ -249,7 +249,7 @@ async def test_reference_of_another_prompt(pair: Pair, on_miss: MissPolicy) -> N
     expected = await pair.legs.alone(pair.d, prompt)
     answer = await pair.legs.decode(pair.d, offer, prompt, on_miss=on_miss)
     assert answer.token_ids == expected
-    assert (await pair.legs.record(pair.d, answer.key)).transferred_tokens == LENGTH - 1
+    assert (await pair.legs.record(pair.d, answer.key)).transferred_tokens == LENGTH
     await pair.legs.cluster.settled()
 
 

@@ -79,7 +79,7 @@ async def test_prefix_caches_behind_a_pull(tenants: Tenants) -> None:
         token_ids, usage, record = await tenants.ask(prompt, salt)
         first = first or token_ids
         assert token_ids == first, "a salt changes what is shared, never what is said"
-        assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH - 1}
+        assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH}
         assert _cached(usage) == 0
     for salt in SALTS:
         token_ids, usage, record = await tenants.ask(prompt, salt)
@@ -129,7 +129,7 @@ async def test_salts_at_the_same_time(tenants: Tenants) -> None:
     assert len({tuple(token_ids) for token_ids, _, _ in answers}) == 1
     for _, usage, record in answers:
         assert _cached(usage) == 0
-        assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH - 1}
+        assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH}
     await tenants.legs.cluster.settled()
 
 
@@ -156,7 +156,7 @@ async def test_reference_of_another_salt(tenants: Tenants, on_miss: MissPolicy) 
         offer = await legs.offer(p, fresh, salt=salt)
         answer = await legs.decode(d, offer, fresh, salt=salt, on_miss=on_miss)
         assert answer.status == 200
-        assert (await legs.record(d, answer.key)).transferred_tokens == LENGTH - 1
+        assert (await legs.record(d, answer.key)).transferred_tokens == LENGTH
     await legs.cluster.settled()
 
 
