@@ -73,8 +73,14 @@ def _play(scenario: Scenario, at: str | None) -> Outcome:
     if at is not None:
         scene.arrive(at)
     event = scenario.arrange(scene, **scenario.given)
-    before = scene.state()
-    effects = scene.do(event)
+    before, due = scene.state(), scene.node.next_deadline()
+    try:
+        effects = scene.do(event)
+    except ValueError:
+        return Outcome(before, kind(event), ["ValueError"], scene.state())
+    if isinstance(event, ev.Tick) and effects:
+        assert due is not None, "nothing told when the tick is due"
+        assert due <= scene.now
     return Outcome(before, kind(event), scene.say(effects, before), scene.state())
 
 

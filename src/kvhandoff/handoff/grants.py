@@ -12,6 +12,7 @@
     QUEUED       source is up                             -                                      QUEUED
     QUEUED       another life is up there                 miss: epoch_changed, release           (none)
     QUEUED       source unusable                          miss: why, release                     (none)
+    QUEUED       allocated, the wrong number              ValueError                             QUEUED
     QUEUED       no blocks in time                        miss: queue_timeout, release           (none)
     QUEUED       renewal due                              send grant without blocks              QUEUED
     QUEUED       dropped                                  release                                (none)

@@ -9,54 +9,57 @@ Rules of docs/protocol.md upheld here: *no use after free* for blocks a peer may
 flight; *no leak*: every offer has a lease that ends by itself, or an engine that computes it; *salts never
 mix*: a claim is answered by comparing chains, whose roots hold the salt.
 
-    state     event                              effect                       next
-    --------  ---------------------------------  ---------------------------  --------------------------
-    (none)    started                            -                            GROWING
-    (none)    offered                            -                            OPEN
-    (none)    retained                           -                            RETAINED
-    (none)    claim                              declined: offer_unknown      (none)
-    (none)    withdrawn                          -                            ENDED
-    (none)    grown                              free                         (none)
-    GROWING   grown                              -                            GROWING
-    GROWING   offered                            -                            OPEN
-    GROWING   offered, a grant pins it           -                            PINNED
-    GROWING   claim                              declined: offer_unknown      GROWING
-    GROWING   abandoned, withdrawn, or release,  free                         ENDED
+    state     event                                effect                       next
+    --------  -----------------------------------  ---------------------------  --------------------------
+    (none)    started                              -                            GROWING
+    (none)    offered                              -                            OPEN
+    (none)    retained                             -                            RETAINED
+    (none)    offered, or retained, not as its     ValueError                   (none)
+              chain
+    (none)    claim                                declined: offer_unknown      (none)
+    (none)    withdrawn                            -                            ENDED
+    (none)    grown                                free                         (none)
+    GROWING   grown                                -                            GROWING
+    GROWING   offered                              -                            OPEN
+    GROWING   offered, a grant pins it             -                            PINNED
+    GROWING   grown, or offered, not as its chain  ValueError                   GROWING
+    GROWING   claim                                declined: offer_unknown      GROWING
+    GROWING   abandoned, withdrawn, or release,    free                         ENDED
               done
-    GROWING   the same, a write in flight        -                            CLOSING
-    OPEN      claim, chains share tokens         granted                      PINNED
-    OPEN      claim, no token shared             declined: chain_mismatch     OPEN
-    OPEN      release, done                      free                         ENDED
-    OPEN      withdrawn                          free                         ENDED
-    OPEN      own lease over                     noted: offer_expired, free   ENDED
-    RETAINED  claim, chains share tokens         granted                      PINNED
-    RETAINED  claim, no token shared             declined: chain_mismatch     RETAINED
-    RETAINED  withdrawn                          free                         ENDED
-    RETAINED  memory short, used least recently  noted: offer_given_up, free  ENDED
-    RETAINED  memory short, enough others        -                            RETAINED
-    RETAINED  own lease or time over             noted: offer_expired, free   ENDED
-    PINNED    claim, chains share tokens         granted                      PINNED
-    PINNED    claim, no token shared             declined: chain_mismatch     PINNED
-    PINNED    release of the last reader, done   free                         ENDED
-    PINNED    release, done, others pin it       -                            CLOSING
-    PINNED    release, not done or retained      -                            OPEN or RETAINED or PINNED
-    PINNED    release from before the claim      -                            PINNED
-    PINNED    withdrawn                          -                            CLOSING
-    PINNED    memory short, retained             noted: offer_given_up        CLOSING
-    PINNED    memory short, not retained         -                            PINNED
-    PINNED    fixed time over                    noted: offer_expired         CLOSING
-    PINNED    last pin's lease over              noted: lease_lapsed          OPEN or RETAINED
-    PINNED    last pin's and own lease over      noted: lease_lapsed, noted:  ENDED
-                                                 offer_expired, free
-    CLOSING   claim of a present reader          granted                      CLOSING
-    CLOSING   the same, given up or expired      declined: why                CLOSING
-    CLOSING   claim of another reader            declined: why                CLOSING
-    CLOSING   last pin released                  free                         ENDED
-    CLOSING   last pin's lease over              noted: lease_lapsed, free    ENDED
-    CLOSING   last write reported                free                         ENDED
-    CLOSING   grown, or offered                  free                         CLOSING
-    ENDED     claim                              declined: why                ENDED
-    ENDED     grown, offered, or retained        free                         ENDED
+    GROWING   the same, a write in flight          -                            CLOSING
+    OPEN      claim, chains share tokens           granted                      PINNED
+    OPEN      claim, no token shared               declined: chain_mismatch     OPEN
+    OPEN      release, done                        free                         ENDED
+    OPEN      withdrawn                            free                         ENDED
+    OPEN      own lease over                       noted: offer_expired, free   ENDED
+    RETAINED  claim, chains share tokens           granted                      PINNED
+    RETAINED  claim, no token shared               declined: chain_mismatch     RETAINED
+    RETAINED  withdrawn                            free                         ENDED
+    RETAINED  memory short, used least recently    noted: offer_given_up, free  ENDED
+    RETAINED  memory short, enough others          -                            RETAINED
+    RETAINED  own lease or time over               noted: offer_expired, free   ENDED
+    PINNED    claim, chains share tokens           granted                      PINNED
+    PINNED    claim, no token shared               declined: chain_mismatch     PINNED
+    PINNED    release of the last reader, done     free                         ENDED
+    PINNED    release, done, others pin it         -                            CLOSING
+    PINNED    release, not done or retained        -                            OPEN or RETAINED or PINNED
+    PINNED    release from before the claim        -                            PINNED
+    PINNED    withdrawn                            -                            CLOSING
+    PINNED    memory short, retained               noted: offer_given_up        CLOSING
+    PINNED    memory short, not retained           -                            PINNED
+    PINNED    fixed time over                      noted: offer_expired         CLOSING
+    PINNED    last pin's lease over                noted: lease_lapsed          OPEN or RETAINED
+    PINNED    last pin's and own lease over        noted: lease_lapsed, noted:  ENDED
+                                                   offer_expired, free
+    CLOSING   claim of a present reader            granted                      CLOSING
+    CLOSING   the same, given up or expired        declined: why                CLOSING
+    CLOSING   claim of another reader              declined: why                CLOSING
+    CLOSING   last pin released                    free                         ENDED
+    CLOSING   last pin's lease over                noted: lease_lapsed, free    ENDED
+    CLOSING   last write reported                  free                         ENDED
+    CLOSING   grown, or offered                    free                         CLOSING
+    ENDED     claim                                declined: why                ENDED
+    ENDED     grown, offered, or retained          free                         ENDED
 
 Misuse, refused with ValueError: GROWING: started, retained; OPEN, RETAINED, PINNED: started, grown, offered,
 retained; CLOSING: started, retained.

@@ -44,6 +44,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     (none)       allocated                              free                                (none)
     NO_BLOCKS    allocated, nothing to read yet         -                                   READY
     NO_BLOCKS    allocated, a read may begin            post the read                       POSTED
+    NO_BLOCKS    allocated, the wrong number            ValueError                          NO_BLOCKS
     NO_BLOCKS    no blocks in time                      miss: queue_timeout, release        (none)
     NO_BLOCKS    declined, or the source is gone        miss: why                           (none)
     NO_BLOCKS    dropped                                release                             (none)

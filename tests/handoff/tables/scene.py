@@ -35,6 +35,9 @@ BLOCKS, SPANS = (5, 6, 9), ((5, 2), (9, 1))
 TARGETS, GRANTED_SPANS = (20, 21, 22), ((20, 3),)
 """The destination's."""
 
+NUMBER = 3
+"""Of a grant in its destination's life: some are over, and some will come."""
+
 Kind = type
 """An event's class; of a message, its body's."""
 
@@ -225,7 +228,7 @@ def welcome(nonce: int, **other: Any) -> msg.Welcome:
 
 
 def grant(
-    number: int = 0,
+    number: int = NUMBER,
     *,
     reader: HandoffKey = LOAD,
     chain: TokenChain = CHAIN,

@@ -114,7 +114,9 @@ class Scenario:
 
 def _brief(value: object) -> str:
     """For a test's name."""
-    return value.__name__ if isinstance(value, type) else re.sub(r"\(.{25,}\)$", "", str(value))
+    value = getattr(value, "func", value)
+    name = getattr(value, "__name__", None)
+    return name if name is not None else re.sub(r"\(.{25,}\)$", "", str(value))
 
 
 SCENARIOS: list[Scenario] = []

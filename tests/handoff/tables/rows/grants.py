@@ -13,9 +13,11 @@ from kvhandoff.handoff import messages as msg
 from tests.handoff.tables import table
 from tests.handoff.tables.scene import (
     FOREIGN,
+    LOAD,
     OTHER_LOAD,
     P2,
     SETTINGS,
+    TARGETS,
     Kind,
     P,
     hello,
@@ -146,6 +148,12 @@ def unusable(s: Grants, at: str, how: str) -> ev.Event:
             return s.got(welcome(nonce, model_fingerprint="another"), P)
     s.do(s.got(welcome(nonce), P))
     return ev.PeerConnected(P, "no route")
+
+
+@row("QUEUED", "allocated, the wrong number")
+def allocated_wrongly(s: Grants) -> ev.Event:
+    s.arrive("QUEUED")
+    return ev.LoadAllocated(LOAD, TARGETS[1:], 0)
 
 
 @row("QUEUED", "no blocks in time")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff import messages as msg
 from tests.handoff.tables import table
 from tests.handoff.tables.scene import (
+    BLOCK_SIZE,
     BLOCKS,
     CHAIN,
     FOREIGN,
     LOAD,
     OFFER,
     OTHER_LOAD,
+    ROOTS,
     SETTINGS,
     D,
     Kind,
@@ -24,6 +28,9 @@ from tests.handoff.tables.scene import (
 from tests.handoff.tables.scenes.offers import Offers
 
 row = partial(table.row, "offers")
+
+TAILED = TokenChain.of(ROOTS[0], BLOCK_SIZE, list(range(10)))
+"""Its third block is not full."""
 
 
 # ------------------------------------------------------------------------------------------------ (none)
@@ -42,6 +49,13 @@ def offered(s: Offers) -> ev.Event:
 @row("(none)", "retained")
 def retained(s: Offers) -> ev.Event:
     return s.probe(ev.Retained)
+
+
+@row("(none)", "offered, or retained, not as its chain", event=ev.Offered(OFFER, CHAIN, BLOCKS[1:]))
+@row("(none)", "offered, or retained, not as its chain", event=ev.Retained(OFFER, CHAIN, (5,), "fixed"))
+@row("(none)", "offered, or retained, not as its chain", event=ev.Retained(OFFER, TAILED, BLOCKS, "fixed"))
+def offered_wrongly(s: Offers, event: ev.Event) -> ev.Event:
+    return event
 
 
 @row("(none)", "claim")
@@ -79,6 +93,14 @@ def completed_under_a_grant(s: Offers) -> ev.Event:
     s.growing()
     s.do(s.got(grant(), D))
     return ev.Offered(OFFER, CHAIN, BLOCKS[1:])
+
+
+@row("GROWING", "grown, or offered, not as its chain", event=ev.OfferGrown(OFFER, (*BLOCKS[1:], 30)))
+@row("GROWING", "grown, or offered, not as its chain", event=ev.Offered(OFFER, CHAIN, BLOCKS))
+@row("GROWING", "grown, or offered, not as its chain", event=ev.Offered(OFFER, FOREIGN, BLOCKS[1:]))
+def grown_wrongly(s: Offers, event: ev.Event) -> ev.Event:
+    s.growing()
+    return event
 
 
 @row("GROWING", "claim")
@@ -325,9 +347,14 @@ def grown_while_closing(s: Offers, event: ev.Event) -> ev.Event:
 # ------------------------------------------------------------------------------------------------- ENDED
 
 
-@row("ENDED", "claim", Reason.OFFER_WITHDRAWN)
-def late_claim(s: Offers) -> ev.Event:
-    s.ended()
+@row("ENDED", "claim", Reason.OFFER_WITHDRAWN, end=withdrawn_before)
+@row("ENDED", "claim", Reason.OFFER_ABANDONED, end=partial(ended_while_growing, event=ev.OfferAbandoned))
+@row("ENDED", "claim", Reason.OFFER_CONSUMED, end=consumed)
+@row("ENDED", "claim", Reason.OFFER_EXPIRED, end=expired)
+@row("ENDED", "claim", Reason.OFFER_GIVEN_UP, end=given_up)
+@row("ENDED", "claim", Reason.OFFER_WITHDRAWN, end=last_released)
+def late_claim(s: Offers, end: Callable[[Offers], ev.Event]) -> ev.Event:
+    s.do(end(s))
     return s.claim()
 
 

@@ -14,6 +14,7 @@ from tests.handoff.tables.scene import (
     CHAIN,
     LOAD,
     SETTINGS,
+    TARGETS,
     Kind,
     P,
     welcome,
@@ -39,6 +40,12 @@ def allocated_and_posted(s: Transfers, *, granted: bool) -> ev.Event:
     if granted:
         s.do(s.granted())
     return s.probe(ev.LoadAllocated)
+
+
+@row("NO_BLOCKS", "allocated, the wrong number")
+def allocated_wrongly(s: Transfers) -> ev.Event:
+    s.arrive("NO_BLOCKS")
+    return ev.LoadAllocated(LOAD, TARGETS[1:], 0)
 
 
 @row("NO_BLOCKS", "no blocks in time")

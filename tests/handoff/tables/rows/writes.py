@@ -19,6 +19,7 @@ from tests.handoff.tables.scene import (
     FOREIGN,
     GRANTED_SPANS,
     LATER,
+    NUMBER,
     OFFER,
     OTHER_LOAD,
     SETTINGS,
@@ -42,13 +43,15 @@ IDLE = {"in_flight": False}
 
 
 @row("(none)", "grant, over already", how="revoked")
+@row("(none)", "grant, over already", how="revoked, and a floor that isn't above it")
 @row("(none)", "grant, over already", how="below the floor")
 def over_already(s: Writes, how: str) -> ev.Event:
     s.do(ev.Offered(OFFER, CHAIN, BLOCKS))
-    if how == "revoked":
+    if how.startswith("revoked"):
         s.do(s.revoke())
-    else:
-        s.do(s.got(grant(5, floor=5), D))
+    if how != "revoked":
+        floor = NUMBER + 1 if how == "below the floor" else NUMBER
+        s.do(s.got(grant(NUMBER + 1, floor=floor, offer=OTHER_LOAD), D))
     return s.got(grant(), D)
 
 
@@ -336,7 +339,11 @@ def asked_after_the_commit(s: Writes) -> ev.Event:
 @row("COMMITTED", "release, or a floor above it", how="floor")
 def finished(s: Writes, how: str) -> ev.Event:
     s.committed()
-    return s.release() if how == "release" else s.got(grant(1, reader=LATER, floor=1, offer=OTHER_LOAD), D)
+    return (
+        s.release()
+        if how == "release"
+        else s.got(grant(NUMBER + 1, reader=LATER, floor=NUMBER + 1, offer=OTHER_LOAD), D)
+    )
 
 
 @row("WRITING", "release")

@@ -14,6 +14,7 @@ from tests.handoff.tables.scene import (
     CHAIN,
     GRANTED_SPANS,
     LOAD,
+    NUMBER,
     OFFER,
     OTHER_LOAD,
     D,
@@ -84,8 +85,8 @@ class Offers(Scene):
             ev.Withdrawn: lambda: ev.Withdrawn(OFFER),
             msg.Claim: self.claim,
             msg.Release: lambda: self.release(OTHER_LOAD, done=True),
-            ev.WriteLanded: lambda: ev.WriteLanded(ev.WriteKey(D, 0, 0)),
-            ev.WriteFailed: lambda: ev.WriteFailed(ev.WriteKey(D, 0, 0), "broken"),
+            ev.WriteLanded: lambda: ev.WriteLanded(ev.WriteKey(D, NUMBER, 0)),
+            ev.WriteFailed: lambda: ev.WriteFailed(ev.WriteKey(D, NUMBER, 0), "broken"),
             ev.Tick: ev.Tick,
         }
 

@@ -15,6 +15,7 @@ from tests.handoff.tables.scene import (
     D2,
     GRANTED_SPANS,
     LOAD,
+    NUMBER,
     OFFER,
     OTHER_LOAD,
     D,
@@ -25,7 +26,7 @@ from tests.handoff.tables.scene import (
     welcome,
 )
 
-KEY = ev.WriteKey(D, 0, 0)
+KEY = ev.WriteKey(D, NUMBER, 0)
 
 
 class Writes(Scene):
@@ -54,7 +55,7 @@ class Writes(Scene):
     also = (msg.Hello,)
 
     def state(self) -> str:
-        known = self.node.writes._grants.get((D, 0))
+        known = self.node.writes._grants.get((D, NUMBER))
         if known is None:
             return "(none)"
         if known.ending is not None:
@@ -64,12 +65,12 @@ class Writes(Scene):
         return "WRITING" if known.pinned else "EARLY"
 
     def record(self) -> object:
-        return self.node.writes._grants.get((D, 0))
+        return self.node.writes._grants.get((D, NUMBER))
 
     def about(self, effect: ev.Effect) -> bool:
         if isinstance(effect, ev.Send) and isinstance(effect.body, (msg.Progress, msg.Commit, msg.Fenced)):
-            return (effect.target, effect.body.number) == (D, 0)
-        return not isinstance(effect, ev.PostWrite) or (effect.peer, effect.write.number) == (D, 0)
+            return (effect.target, effect.body.number) == (D, NUMBER)
+        return not isinstance(effect, ev.PostWrite) or (effect.peer, effect.write.number) == (D, NUMBER)
 
     def say(self, effects: list[ev.Effect], before: str) -> list[str]:
         """One commit of each rank is one phrase. A grant under which is written "ends": it is fenced at once,
@@ -79,7 +80,7 @@ class Writes(Scene):
         if before == "WRITING" and self.state() == "(none)":
             said = said.replace("fenced: ", "end: ")
         if before == "WRITING" and self.state() == "ENDING":
-            said = " | ".join(filter(None, [said, f"end: {self.node.writes._grants[D, 0].ending}"]))
+            said = " | ".join(filter(None, [said, f"end: {self.node.writes._grants[D, NUMBER].ending}"]))
         return said.split(" | ") if said else []
 
     def arrivals(self) -> dict[str, Callable[[], object]]:
@@ -116,9 +117,9 @@ class Writes(Scene):
         return OFFER if self.node.offers.get(OFFER) is None else OTHER_LOAD
 
     def revoke(self) -> ev.Event:
-        return self.got(msg.Revoke(offer=OFFER, reader=LOAD, number=0, floor=0), D)
+        return self.got(msg.Revoke(offer=OFFER, reader=LOAD, number=NUMBER, floor=0), D)
 
-    def release(self, *, seq: int = 0) -> ev.Event:
+    def release(self, *, seq: int = NUMBER) -> ev.Event:
         return self.got(msg.Release(offer=OFFER, reader=LOAD, seq=seq, done=True), D)
 
     def early(self, spans: tuple[Span, ...] | None = None) -> None:
@@ -139,7 +140,7 @@ class Writes(Scene):
 
     def landed(self, chunk: int = 0) -> None:
         for rank in range(self.ranks):
-            self.do(ev.WriteLanded(ev.WriteKey(D, 0, chunk), rank))
+            self.do(ev.WriteLanded(ev.WriteKey(D, NUMBER, chunk), rank))
 
     def committed(self) -> None:
         self.written()
