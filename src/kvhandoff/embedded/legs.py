@@ -55,7 +55,9 @@ class AgentLeg:
         self._requests: list[EngineRequest] = []
         self._emit: Callable[[TokenOutput], None] | None = None
         self._refused = False
+        self._in_engine = False
         self._finished = False
+        self._last_record: LegRecord | None = None
         self._reasons: list[Reason] = []
         self._retained_tokens = 0
         # readings of the engine's clock
@@ -82,6 +84,7 @@ class AgentLeg:
         self._requests.append(request)
         host.core.submit(request)
         host.bind(request.request_id, self)
+        self._in_engine = True
         if self.offering is not None:
             self.offering.begin(chain)
         if self.load is not None:
@@ -133,7 +136,10 @@ class AgentLeg:
         # The source need not wait for this engine's step to end. Blocks that this frees reach the engine
         # after the abort, which leaves them with the handoff side.
         self._drop_load(done=False)
-        self._host.ended(self, self._record(finish_reason, completion_tokens))
+        self._last_record = self._record(finish_reason, completion_tokens)
+        # After a stop string, or without a client, the engine has still to say what it retains.
+        if not (self._in_engine and self._requests[0].retain):
+            self._host.ended(self, self._last_record)
 
     # ----------------------------------------------------------------------------- news from the engine
 
@@ -175,7 +181,11 @@ class AgentLeg:
     def on_ended(self) -> None:
         """The engine is done with the leg's own request. If that had not even got blocks, its load is still
         open, and would be renewed for ever."""
+        self._in_engine = False
         self._drop_load(done=False)
+        if self._last_record is not None and self._requests[0].retain:
+            self._last_record.retained_tokens = self._retained_tokens
+            self._host.ended(self, self._last_record)
 
     # --------------------------------------------------------------------------- news from the protocol
 
