@@ -102,6 +102,8 @@ class TransferGate:
     """Stands before every transfer of one data plane: `engine(..., wrap_plane=gate.wrap)`. Open at first."""
 
     closed: bool = False
+    closed_to: Identity | None = None
+    """A peer whose transfers wait although the gate is open."""
     posted: int = 0
     """Transfers that have been posted."""
     ended: int = 0
@@ -119,9 +121,9 @@ class TransferGate:
         assert self.closed, "the gate is open"
         self._permits.release(transfers)
 
-    def passes(self) -> bool:
-        """Whether a transfer may go on now; uses up what `let` gave."""
-        return not self.closed or self._permits.acquire(blocking=False)
+    def passes(self, peer: Identity) -> bool:
+        """Whether a transfer from or to a peer may go on now; uses up what `let` gave."""
+        return peer != self.closed_to and (not self.closed or self._permits.acquire(blocking=False))
 
     def wrap(self, plane: DataPlane) -> DataPlane:
         return _GatedPlane(plane, self)
@@ -169,7 +171,7 @@ class _GatedPlane:
     def _poll(self, handle: _Held) -> TransferState:
         if handle.real is None:
             handle.late_by -= 1
-            if handle.late_by >= 0 or not self._gate.passes():
+            if handle.late_by >= 0 or not self._gate.passes(handle.peer):
                 return TransferState.PENDING
             try:
                 handle.real = self._plane.post(handle.operation, handle.peer, handle.copies)

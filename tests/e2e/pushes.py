@@ -115,6 +115,7 @@ class Pushing:
 
     def open(self) -> None:
         """Let everything go on."""
+        self.writes.closed_to = None
         self.s.open()
         for wire in (self.from_d, self.from_p):
             wire.lose = wire.refuse = nothing
