@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import multiprocessing
 import random
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from kvhandoff.core.clock import monotonic
 from kvhandoff.core.ids import HandoffId, HandoffKey, Identity
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.records import LegRecord
@@ -116,7 +116,7 @@ class BlankRunner:
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor | None]:
         """Raises RuntimeError when the blocks hold anything but what is expected."""
-        self.called_at = time.monotonic()
+        self.called_at = monotonic()
         [step] = steps
         if self.expected is not None:
             self._check(step.block_table, self.expected[: step.start])
@@ -126,7 +126,7 @@ class BlankRunner:
             block, offset = divmod(step.start + start, size)
             for half in (self._begin, self._end):
                 half[step.block_table[block], offset : offset + len(tokens)] = tokens
-        self.returned_at = time.monotonic()
+        self.returned_at = monotonic()
         return [self._logits if step.logits else None]
 
     def _check(self, block_table: Sequence[int], expected: Sequence[int]) -> None:
@@ -160,7 +160,7 @@ class Engine:
     ) -> str:
         """What the router would sign."""
         key = HandoffKey(HandoffId(f"{leg}-{seed}" if leg == "peers" else f"{seed:024x}"), 0)
-        now = time.monotonic()  # one host, one clock: also the audience's
+        now = monotonic()  # one host, one clock: also the audience's
         return self._key.sign(
             Ticket(
                 leg=leg,
@@ -250,7 +250,7 @@ async def _run_prefill(shape: Shape, parent: Connection, decode: Connection) -> 
         while (seed := await _receive(parent)) is not None:
             params = {"ticket": engine.ticket("prefill", seed)}
             leg, answer = await engine.serve(params, shape.prompt(seed), str(seed))
-            sent_at = time.monotonic()
+            sent_at = monotonic()
             # The router's part: it gets the descriptor as JSON, and signs the decode engine's ticket.
             offer = msgspec.convert(answer["offer"], OfferDescriptor)
             decode.send(engine.ticket("decode", seed, audience=decode_engine, offer=offer))
@@ -275,7 +275,7 @@ async def _run_decode(shape: Shape, parent: Connection, prefill: Connection) -> 
             engine.runner.expected = prompt
             parent.send("ready")
             ticket = await _receive(prefill)
-            opened_at = time.monotonic()
+            opened_at = monotonic()
             params = {"ticket": ticket, "prompt_token_ids": prompt}
             leg, _ = await engine.serve(params, prompt, str(command))
             record = engine.ended(leg)
@@ -288,10 +288,10 @@ def _copy(pool: Region, source: Region, starts: Sequence[int], count: int) -> fl
     memmove = ctypes.CDLL(None).memmove
     memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     size = pool.block_bytes
-    started_at = time.monotonic()
+    started_at = monotonic()
     for start in starts:
         memmove(pool.address + start * size, source.address + start * size, count * size)
-    return time.monotonic() - started_at
+    return monotonic() - started_at
 
 
 def _main(role: Role, shape: Shape, parent: Connection, peer: Connection) -> None:

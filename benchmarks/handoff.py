@@ -5,7 +5,7 @@ pull; the model computes nothing, since 16k tokens are more than SmolLM2's conte
 engine's own code and threads. Not in it: HTTP and the router, whose ticket goes over a pipe from the prefill
 process to the decode process; the prompt's token ids, which come with the ticket as JSON, are there already.
 
-Both processes read CLOCK_MONOTONIC of one host, so that differences between them mean something here; the
+Both processes read one clock of one host, so that differences between them mean something here; the
 product itself never compares two processes' clocks. The phases are those of the engine's own records:
 
     offer    last layer computed → the offer is made and described              prefill engine

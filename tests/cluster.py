@@ -8,6 +8,7 @@ processes are tested with `tests/processes.py`.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ from kvhandoff.transport.planes import create_plane
 from kvhandoff.transport.region import SharedRegion
 from kvhandoff.web import serve as serve_engine
 
-CLUSTER_KEY = b"key of the tests"
+CLUSTER_KEY = f"key of the tests, {os.getpid()}".encode()
+"""Runs beside each other are clusters of their own."""
 MODEL = "tiny"
 Transport = Literal["nixl", "shm"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 
+from kvhandoff.core.clock import monotonic
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, HandoffId, HandoffKey, Identity, completion_id, new_epoch
 from kvhandoff.core.phases import Phase, PhaseTimer
@@ -96,7 +96,7 @@ class MockEngine:
         self.records = []
 
     def clock(self) -> float:
-        return time.monotonic() + self.clock_offset
+        return monotonic() + self.clock_offset
 
     @property
     def url(self) -> str:

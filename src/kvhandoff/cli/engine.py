@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvhandoff.cli.common import (
     stop_event,
 )
 from kvhandoff.core.errors import ConfigError
-from kvhandoff.handoff.settings import HandoffSettings
+from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 
 
 class Role(StrEnum):
@@ -56,7 +57,9 @@ def engine(
     role: Role = typer.Option(..., help="What this engine does for a request."),
     model: str = typer.Option("smollm2", help="smollm2, a model directory, or a Hugging Face id."),
     model_name: str | None = typer.Option(None, help="Name under which it is served; default: --model."),
-    engine_id: str | None = typer.Option(None, help="Name in records; default: role and port, or chance."),
+    engine_id: str | None = typer.Option(
+        None, help="One process at a time may have it; default: role, host and port."
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(0, min=0, max=65535, help="0 takes a free one."),
     control: str = typer.Option("tcp://127.0.0.1:0", help="Where other engines reach this one."),
@@ -75,6 +78,15 @@ def engine(
     threads: int | None = typer.Option(None, min=1, help="Threads of the model; default: torch's."),
     offer_lease: float = typer.Option(HandoffSettings().offer_lease_s, min=0.1, help="Seconds."),
     claim_lease: float = typer.Option(HandoffSettings().claim_lease_s, min=0.1, help="Seconds."),
+    retain_lease: float = typer.Option(
+        HandoffSettings().retain_lease_s, min=0.1, help="Seconds that a turn is kept after its last use."
+    ),
+    retain_time: float = typer.Option(
+        HandoffSettings().retain_fixed_s, min=0.1, help="Seconds that a turn is kept with `--retain fixed`."
+    ),
+    min_return_tokens: int = typer.Option(
+        MIN_RETURN_TOKENS, min=1, help="With fewer to gain, a history is computed, not read."
+    ),
     cluster_key_file: Path | None = ClusterKeyFile,
     log_level: Level = LogLevel,
     lifeline: bool = Lifeline,
@@ -84,7 +96,7 @@ def engine(
 
     if kv_memory is not None and kv_blocks is not None:
         raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
-    name = engine_id or f"{role}-{port or secrets.token_hex(3)}"
+    name = engine_id or f"{role}-{socket.gethostname()}-{port or secrets.token_hex(3)}"
     set_up_logging(log_level, name)
     check_port(host, port)
     prepare(exact=exact, threads=threads)
@@ -112,7 +124,13 @@ def engine(
         max_step_tokens=max_step_tokens,
         prefix_cache=prefix_cache,
         threads=threads,
-        settings=HandoffSettings(offer_lease_s=offer_lease, claim_lease_s=claim_lease),
+        settings=HandoffSettings(
+            offer_lease_s=offer_lease,
+            claim_lease_s=claim_lease,
+            retain_lease_s=retain_lease,
+            retain_fixed_s=retain_time,
+        ),
+        min_return_tokens=min_return_tokens,
     )
 
     def announce(started: Started) -> None:

@@ -8,7 +8,13 @@ from collections.abc import Callable
 Clock = Callable[[], float]
 """Seconds on this process's own monotonic clock. Only differences of one clock's readings mean anything."""
 
-monotonic: Clock = time.monotonic
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def monotonic() -> float:
+    """The clock of everything that holds or trusts a lease. Where the platform has one that goes on while the
+    machine is suspended, it is that: a lease ends for a reader that slept, too."""
+    return time.clock_gettime(_CLOCK)
 
 
 class ManualClock:

@@ -24,7 +24,7 @@ from kvhandoff.embedded.metrics import EngineMetrics
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff.messages import PROTOCOL_VERSION, Hello, decode, encode
 from kvhandoff.handoff.node import HandoffNode
-from kvhandoff.handoff.settings import HandoffSettings
+from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.handoff.tickets import BadTicket, Ticket, TicketGate, TicketKey
 from kvhandoff.transport.control import ControlPlane
 from kvhandoff.transport.liveness import Watcher, this_process
@@ -33,9 +33,6 @@ from kvhandoff.transport.mover import Moved, Mover
 _log = logging.getLogger(__name__)
 
 _RECORDS_KEPT = 4096
-
-MIN_RETURN_TOKENS = 64
-"""With less to gain, computing is as cheap as asking (design, "Return")."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):

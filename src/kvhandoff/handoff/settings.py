@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+MIN_RETURN_TOKENS = 64
+"""Return: with less to gain, computing is as cheap as asking (design)."""
+
 
 class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Each engine's own; a lease travels in the answer that gives it."""
