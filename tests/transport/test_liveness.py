@@ -37,9 +37,9 @@ class Sleeper:
 
 
 @pytest.fixture
-async def ended() -> AsyncIterator[asyncio.Queue[Identity]]:
+async def ended() -> asyncio.Queue[Identity]:
     """The lives that `watcher` has told of."""
-    yield asyncio.Queue()
+    return asyncio.Queue()
 
 
 @pytest.fixture
