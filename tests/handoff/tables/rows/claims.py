@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -185,10 +186,14 @@ def repeated(s: Claims) -> ev.Event:
     return s.granted()
 
 
-@row("GRANTED", "trust over, bytes not in")
-def not_renewed(s: Claims) -> ev.Event:
-    s.trusting()
-    s.wait(SETTINGS.claim_lease_s * (1 - SETTINGS.margin))
+@row("GRANTED", "trust over, bytes not in", lease_s=SETTINGS.claim_lease_s)
+@row("GRANTED", "trust over, bytes not in", lease_s=-1.0)
+@row("GRANTED", "trust over, bytes not in", lease_s=math.nan)
+def not_renewed(s: Claims, lease_s: float) -> ev.Event:
+    s.asked()
+    s.do(s.granted(lease_s=lease_s))
+    if lease_s > 0:
+        s.wait(lease_s * (1 - SETTINGS.margin))
     return ev.Tick()
 
 

@@ -339,11 +339,9 @@ def asked_after_the_commit(s: Writes) -> ev.Event:
 @row("COMMITTED", "release, or a floor above it", how="floor")
 def finished(s: Writes, how: str) -> ev.Event:
     s.committed()
-    return (
-        s.release()
-        if how == "release"
-        else s.got(grant(NUMBER + 1, reader=LATER, floor=NUMBER + 1, offer=OTHER_LOAD), D)
-    )
+    if how == "release":
+        return s.release()
+    return s.got(grant(NUMBER + 1, reader=LATER, floor=NUMBER + 1, offer=OTHER_LOAD), D)
 
 
 @row("WRITING", "release")
