@@ -17,6 +17,7 @@ from tests.cluster import Transport, until
 from tests.e2e.turns import BLOCK, Forward, Talk, blocks_of, forwards, full, is_read, talk, transports
 from tests.gates import TransferGate
 from tests.legs import history
+from tests.wire import Wire
 
 
 @transports
@@ -128,6 +129,20 @@ async def test_local_turn_with_a_history(tiny: Path) -> None:
         assert (record.transferred_tokens, record.reasons) == (turn.kept, [])
         assert record.kv_source == "transferred"
         await t.legs.withdraw(here, answer.key)
+        await t.forget(turn)
+
+
+async def test_local_turn_at_the_one_that_kept_it(tiny: Path) -> None:
+    """What an engine has retained itself is in its prefix cache: it asks nobody, least of all itself."""
+    async with talk(tiny) as t:
+        turn = await t.turn(t.prompt(120), 20)
+        wire = Wire(t.d)
+        prompt = turn.transcript + t.prompt(30)
+        answer = await t.legs.local(t.d, prompt, history=turn.history, retain=None)
+        assert answer.token_ids == await t.legs.alone(t.p, prompt)
+        record = await t.legs.record(t.d, answer.key)
+        assert (record.cached_tokens, record.transferred_tokens, record.reasons) == (turn.kept, 0, [])
+        assert wire.sent == []
         await t.forget(turn)
 
 

@@ -140,11 +140,13 @@ class Load:
 
 
 def load_of(host: LegHost, ticket: Ticket) -> Load | None:
-    """The load that a ticket asks for."""
+    """The load that a ticket asks for. None for what this engine has retained itself: that is in its prefix
+    cache, if it keeps one."""
     if ticket.leg == "decode" and ticket.push_from is not None:
         return Load(host, ticket.key, ticket.push_from, push=True)
     if ticket.leg == "decode" and ticket.offer is not None:
         return Load(host, ticket.key, ticket.offer, push=False)
-    if ticket.leg in ("prefill", "local") and ticket.history is not None:
-        return Load(host, ticket.key, ticket.history, push=False)
+    history = ticket.history
+    if ticket.leg in ("prefill", "local") and history is not None and history.source != host.me:
+        return Load(host, ticket.key, history, push=False)
     return None
