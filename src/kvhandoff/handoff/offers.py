@@ -92,8 +92,8 @@ class Pin:
 
     until: float
     """When its lease ends, on the source's own clock."""
-    first_seq: int
-    """Its first claim's, or the grant's number: a release that names a smaller one came late."""
+    last_seq: int
+    """Its latest claim's, or the grant's number: a release that names a smaller one came late."""
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ class OfferLedger:
         if offer is None:
             return self.tick(now)
         pin = offer.pins.get(reader)
-        if pin is not None and release.seq < pin.first_seq:
+        if pin is not None and release.seq < pin.last_seq:
             return self.tick(now)
         had_pin = offer.pins.pop(reader, None) is not None
         if release.done and offer.retention is None:
@@ -286,8 +286,8 @@ class OfferLedger:
     def pin(self, now: float, offer: Offer, reader: Reader, seq: int) -> None:
         """Keep an offer for one lease from now."""
         known = offer.pins.get(reader)
-        first = seq if known is None else known.first_seq
-        offer.pins[reader] = Pin(now + self._settings.claim_lease_s, first)
+        last = seq if known is None else max(seq, known.last_seq)
+        offer.pins[reader] = Pin(now + self._settings.claim_lease_s, last)
         self._use(now, offer)
 
     def unpin(self, now: float, key: HandoffKey, reader: Reader) -> list[Effect]:
