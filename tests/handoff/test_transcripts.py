@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 
 from kvhandoff.core.chain import TokenChain
@@ -11,12 +9,9 @@ from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff.messages import (
-    PROTOCOL_VERSION,
     Claim,
     ClaimDeclined,
     ClaimGranted,
-    Hello,
-    OfferDescriptor,
     Release,
     Welcome,
     WrongEpoch,
@@ -24,91 +19,25 @@ from kvhandoff.handoff.messages import (
     encode,
 )
 from kvhandoff.handoff.node import HandoffNode
-from kvhandoff.handoff.settings import HandoffSettings
-from tests.handoff.world import LAYOUT, ROOTS
-
-SETTINGS = HandoffSettings(
-    offer_lease_s=10.0, claim_lease_s=6.0, margin=0.1, handshake_s=2.0, claim_s=2.0, read_s=20.0, retry_s=0.5
+from tests.handoff.sides import (
+    CHAIN,
+    OFFER,
+    OTHER,
+    READ,
+    REBORN,
+    SETTINGS,
+    SPANS,
+    D,
+    P,
+    Side,
+    acquaint,
+    descriptor,
+    hello,
+    offered,
 )
-OFFER, READ = HandoffKey(HandoffId("h"), 0), HandoffKey(HandoffId("h"), 1)
-CHAIN = TokenChain.of(ROOTS[0], 4, list(range(10)))
-OTHER = TokenChain.of(ROOTS[0], 4, [*range(4), 99, 99])
-P, D = Identity(EngineId("p"), Epoch("1")), Identity(EngineId("d"), Epoch("1"))
-REBORN = Identity(EngineId("p"), Epoch("2"))
-SPANS = ((5, 2), (9, 1))
+from tests.handoff.toy import ROOTS
 
-
-def hello(**other: object) -> Hello:
-    facts = {
-        "protocol_version": PROTOCOL_VERSION,
-        "model_fingerprint": "model",
-        "layout": LAYOUT,
-        "num_blocks": 20,
-        "data_plane": "toy",
-        "data_plane_metadata": b"memory",
-    }
-    return Hello(**{**facts, **other})  # type: ignore[arg-type]
-
-
-def descriptor(**other: object) -> OfferDescriptor:
-    facts = {
-        "key": OFFER,
-        "source": P,
-        "control_address": "addr-p",
-        "spans": SPANS,
-        "n_tokens": 10,
-        "digest": CHAIN.digest(),
-    }
-    return OfferDescriptor(**{**facts, **other})  # type: ignore[arg-type]
-
-
-@dataclass
-class Side:
-    """One engine: its node, its clock, and what it was told to do."""
-
-    node: HandoffNode
-    now: float = 100.0
-    outbox: list[ev.Send] = field(default_factory=list)
-
-    def do(self, event: ev.Event) -> list[ev.Effect]:
-        """The effects but for messages, which go to the outbox."""
-        effects = self.node.handle(self.now, event)
-        self.outbox += [effect for effect in effects if isinstance(effect, ev.Send)]
-        return [effect for effect in effects if not isinstance(effect, ev.Send)]
-
-    def bodies(self) -> list[object]:
-        return [send.body for send in self.outbox]
-
-    def hand_over(self, other: Side) -> list[ev.Effect]:
-        """Deliver all that was sent, over the wire's encoding."""
-        sent, self.outbox = self.outbox, []
-        effects: list[ev.Effect] = []
-        for send in sent:
-            effects += other.do(ev.Received(decode(encode(self.node.envelope(send)))))
-        return effects
-
-
-@pytest.fixture
-def p() -> Side:
-    return Side(HandoffNode(P, "addr-p", hello(), SETTINGS))
-
-
-@pytest.fixture
-def d() -> Side:
-    """Its clock shows another time than the source's: no rule may compare them."""
-    return Side(HandoffNode(D, "addr-d", hello(), SETTINGS), now=7.0)
-
-
-def acquaint(p: Side, d: Side) -> None:
-    d.do(ev.PeerWanted("addr-p"))
-    d.hand_over(p)
-    assert p.hand_over(d) == [ev.ConnectPeer(P, b"memory")]
-    assert d.do(ev.PeerConnected(P, None)) == []
-
-
-def offered(p: Side) -> None:
-    assert p.do(ev.Offered(OFFER, CHAIN, (5, 6, 9))) == []
-    assert p.node.offers.blocks() == [5, 6, 9]
+AGAIN = descriptor(key=HandoffKey(HandoffId("h2"), 0), spans=((11, 3),))
 
 
 def reading(p: Side, d: Side) -> None:
@@ -116,7 +45,7 @@ def reading(p: Side, d: Side) -> None:
     acquaint(p, d)
     offered(p)
     assert d.do(ev.ReadWanted(READ, descriptor(), CHAIN)) == []
-    posted = d.do(ev.ReadAllocated(READ, (1, 2, 3), 0))
+    posted = d.do(ev.LoadAllocated(READ, (1, 2, 3), 0))
     assert posted == [ev.PostRead(READ, P, ((5, 1, 2), (9, 3, 1)))]
     assert d.node.reads.loading() == [1, 2, 3]
 
@@ -129,9 +58,9 @@ def test_pull(p: Side, d: Side) -> None:
     assert p.bodies() == [granted]
     assert p.hand_over(d) == []
     d.now += 1.0
-    assert d.do(ev.TransferLanded(READ)) == [ev.Loaded(READ, 10)]
+    assert d.do(ev.ReadLanded(READ)) == [ev.Loaded(READ, 10)]
     assert d.node.reads.loading() == []
-    assert d.bodies() == [Release(offer=OFFER, reader=READ, done=True)]
+    assert d.bodies() == [Release(offer=OFFER, reader=READ, seq=1, done=True)]
     assert d.hand_over(p) == [ev.FreeBlocks((5, 6, 9))]
     assert p.node.offers.blocks() == []
     assert p.node.next_deadline() is None
@@ -140,7 +69,7 @@ def test_pull(p: Side, d: Side) -> None:
 
 def test_bytes_may_come_before_the_claims_answer(p: Side, d: Side) -> None:
     reading(p, d)
-    assert d.do(ev.TransferLanded(READ)) == []
+    assert d.do(ev.ReadLanded(READ)) == []
     d.hand_over(p)
     assert p.hand_over(d) == [ev.Loaded(READ, 10)]
 
@@ -149,14 +78,14 @@ def test_own_prefix_is_not_read(p: Side, d: Side) -> None:
     acquaint(p, d)
     offered(p)
     d.do(ev.ReadWanted(READ, descriptor(), CHAIN))
-    assert d.do(ev.ReadAllocated(READ, (1, 2, 3), 1)) == [ev.PostRead(READ, P, ((6, 2, 1), (9, 3, 1)))]
+    assert d.do(ev.LoadAllocated(READ, (1, 2, 3), 1)) == [ev.PostRead(READ, P, ((6, 2, 1), (9, 3, 1)))]
     assert d.node.reads.loading() == [2, 3]
 
 
 def test_first_request_to_a_peer_shakes_hands_first(p: Side, d: Side) -> None:
     offered(p)
     d.do(ev.ReadWanted(READ, descriptor(), CHAIN))
-    d.do(ev.ReadAllocated(READ, (1, 2, 3), 0))
+    d.do(ev.LoadAllocated(READ, (1, 2, 3), 0))
     assert d.bodies() == [hello(nonce=1)]
     d.hand_over(p)
     assert p.bodies() == [Welcome(hello=hello(), nonce=1)]
@@ -170,10 +99,10 @@ def test_another_prompt_under_the_reference_gets_only_what_it_shares(p: Side, d:
     offered(p)
     d.do(ev.ReadWanted(READ, descriptor(), OTHER))
     # Digests differ, so nothing is read before the claim says how much matches.
-    assert d.do(ev.ReadAllocated(READ, (1, 2), 0)) == []
+    assert d.do(ev.LoadAllocated(READ, (1, 2), 0)) == []
     d.hand_over(p)
     assert p.hand_over(d) == [ev.PostRead(READ, P, ((5, 1, 1),))]
-    assert d.do(ev.TransferLanded(READ)) == [ev.Loaded(READ, 4)]
+    assert d.do(ev.ReadLanded(READ)) == [ev.Loaded(READ, 4)]
 
 
 def test_another_salt_shares_nothing(p: Side, d: Side) -> None:
@@ -181,7 +110,7 @@ def test_another_salt_shares_nothing(p: Side, d: Side) -> None:
     offered(p)
     foreign = TokenChain.of(ROOTS[1], 4, list(range(10)))
     d.do(ev.ReadWanted(READ, descriptor(), foreign))
-    d.do(ev.ReadAllocated(READ, (1, 2, 3), 0))
+    d.do(ev.LoadAllocated(READ, (1, 2, 3), 0))
     d.hand_over(p)
     assert p.bodies() == [ClaimDeclined(offer=OFFER, reader=READ, reason=Reason.CHAIN_MISMATCH)]
     missed = ev.Missed(READ, Reason.CHAIN_MISMATCH, f"declined by {P}")
@@ -202,10 +131,7 @@ def test_a_late_claim_is_told_why(p: Side, d: Side, ending: str, reason: Reason)
     if ending != "unknown":
         offered(p)
     if ending == "consumed":
-        p.node.handle(
-            p.now,
-            ev.Received(d.node.envelope(ev.Send("addr-p", P, Release(offer=OFFER, reader=READ, done=True)))),
-        )
+        p.hears(d, Release(offer=OFFER, reader=READ, seq=1, done=True))
     if ending == "withdrawn":
         assert p.do(ev.Withdrawn(OFFER)) == [ev.FreeBlocks((5, 6, 9))]
     if ending == "expired":
@@ -231,11 +157,12 @@ def test_a_claim_pins_beyond_the_offers_own_lease(p: Side, d: Side) -> None:
     assert p.do(ev.Tick()) == []
     p.now += 0.1
     lapsed = f"claim of {D} for {READ} was neither renewed nor released"
-    assert p.do(ev.Tick()) == [
-        ev.Noted(OFFER, Reason.LEASE_LAPSED, lapsed),
-        ev.Noted(OFFER, Reason.OFFER_EXPIRED, "3 blocks, no claim within the lease"),
-        ev.FreeBlocks((5, 6, 9)),
-    ]
+    assert p.do(ev.Tick()) == [ev.Noted(OFFER, Reason.LEASE_LAPSED, lapsed)]
+    p.now += 3.9  # its own lease counts from the last use
+    assert p.do(ev.Tick()) == []
+    p.now += 0.1
+    expired = ev.Noted(OFFER, Reason.OFFER_EXPIRED, "3 blocks, no claim within the lease")
+    assert p.do(ev.Tick()) == [expired, ev.FreeBlocks((5, 6, 9))]
 
 
 def test_a_queueing_reader_renews(p: Side, d: Side) -> None:
@@ -253,8 +180,8 @@ def test_a_queueing_reader_renews(p: Side, d: Side) -> None:
         assert p.do(ev.Tick()) == []
     d.hand_over(p)
     p.hand_over(d)
-    assert d.do(ev.ReadAllocated(READ, (1, 2, 3), 0)) == [ev.PostRead(READ, P, ((5, 1, 2), (9, 3, 1)))]
-    assert d.do(ev.TransferLanded(READ)) == [ev.Loaded(READ, 10)]
+    assert d.do(ev.LoadAllocated(READ, (1, 2, 3), 0)) == [ev.PostRead(READ, P, ((5, 1, 2), (9, 3, 1)))]
+    assert d.do(ev.ReadLanded(READ)) == [ev.Loaded(READ, 10)]
 
 
 def test_bytes_that_come_after_the_lease_are_not_used(p: Side, d: Side) -> None:
@@ -267,7 +194,7 @@ def test_bytes_that_come_after_the_lease_are_not_used(p: Side, d: Side) -> None:
     d.now += 0.5  # 5.4 s: the lease of 6 s less its margin
     assert d.do(ev.Tick()) == [ev.Missed(READ, Reason.LEASE_LAPSED, f"{P} did not renew the claim")]
     assert d.node.reads.quarantined() == [1, 2, 3]
-    assert d.do(ev.TransferLanded(READ)) == [ev.FreeBlocks((1, 2, 3))]
+    assert d.do(ev.ReadLanded(READ)) == [ev.FreeBlocks((1, 2, 3))]
 
 
 def test_the_lease_counts_from_the_asking(p: Side, d: Side) -> None:
@@ -283,12 +210,17 @@ def test_the_lease_counts_from_the_asking(p: Side, d: Side) -> None:
 
 def test_a_dropped_read_in_flight_is_quarantined_until_its_fence(p: Side, d: Side) -> None:
     reading(p, d)
-    assert d.do(ev.ReadDropped(READ, done=False)) == []
+    assert d.do(ev.LoadDropped(READ, done=False)) == []
     assert (d.node.reads.loading(), d.node.reads.quarantined()) == ([], [1, 2, 3])
     d.now += 1000.0
-    assert d.do(ev.Tick()) == []  # a timeout is no fence
+    overdue = ev.Noted(READ, Reason.FENCE_OVERDUE, f"3 blocks, from {P}")
+    assert d.do(ev.Tick()) == [overdue]  # a timeout is no fence
+    assert d.do(ev.Tick()) == []
     assert d.node.reads.quarantined() == [1, 2, 3]
-    assert d.do(ev.TransferFailed(READ, "peer is dead")) == [ev.FreeBlocks((1, 2, 3))]
+    assert d.do(ev.ReadFailed(READ, P, "peer is dead")) == [
+        ev.FreeBlocks((1, 2, 3)),
+        ev.DisconnectPeer(P),  # none of its transfers is in flight any more
+    ]
     assert d.node.reads.quarantined() == []
 
 
@@ -301,12 +233,20 @@ def test_a_peer_that_owes_a_fence_gets_no_more_reads(p: Side, d: Side) -> None:
         d.now += 2.0
     missed = [e for e in d.do(ev.Tick()) if isinstance(e, ev.Missed)]
     assert [m.reason for m in missed] == [Reason.READ_TIMEOUT]
-    second = HandoffKey(HandoffId("h"), 2)
-    [refused] = d.do(ev.ReadWanted(second, descriptor(), CHAIN))
+    p.node.handle(p.now, ev.Offered(AGAIN.key, CHAIN, (11, 12, 13)))
+    # At first nothing more is posted to it unasked ...
+    d.outbox.clear()
+    assert d.do(ev.ReadWanted(AGAIN.key, AGAIN, CHAIN)) == []
+    assert d.do(ev.LoadAllocated(AGAIN.key, (5, 6, 7), 0)) == []
+    assert d.do(ev.LoadDropped(AGAIN.key, done=False)) == [ev.FreeBlocks((5, 6, 7))]
+    # ... and when the fence is overdue, nothing is asked of it.
+    d.now += 10.0
+    assert d.do(ev.Tick()) == [ev.Noted(READ, Reason.FENCE_OVERDUE, f"3 blocks, from {P}")]
+    [refused] = d.do(ev.ReadWanted(HandoffKey(HandoffId("h"), 3), AGAIN, CHAIN))
     assert isinstance(refused, ev.Missed)
     assert refused.reason is Reason.PEER_UNREACHABLE
-    assert d.do(ev.TransferLanded(READ)) == [ev.FreeBlocks((1, 2, 3))]
-    assert d.do(ev.ReadWanted(HandoffKey(HandoffId("h"), 3), descriptor(), CHAIN)) == []
+    assert d.do(ev.ReadLanded(READ)) == [ev.FreeBlocks((1, 2, 3))]
+    assert d.do(ev.ReadWanted(HandoffKey(HandoffId("h"), 4), AGAIN, CHAIN)) == []
 
 
 def test_an_unanswered_claim_is_sent_again_and_given_up(p: Side, d: Side) -> None:
@@ -318,7 +258,7 @@ def test_an_unanswered_claim_is_sent_again_and_given_up(p: Side, d: Side) -> Non
         assert d.bodies() == [Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=seq)]
     d.now += 0.5
     [missed] = d.do(ev.Tick())
-    assert missed == ev.Missed(READ, Reason.CLAIM_TIMEOUT, f"no answer from {P} within 2.0 s")
+    assert missed == ev.Missed(READ, Reason.CLAIM_TIMEOUT, f"no answer from {P} in time")
 
 
 def test_a_restarted_source_says_so(p: Side, d: Side) -> None:
@@ -336,7 +276,7 @@ def test_a_restarted_source_says_so(p: Side, d: Side) -> None:
     d.hand_over(reborn)
     assert reborn.hand_over(d) == [ev.ConnectPeer(REBORN, b"memory")]
     d.do(ev.PeerConnected(REBORN, None))
-    effects = d.do(ev.ReadAllocated(newer, (11, 12, 13), 0))
+    effects = d.do(ev.LoadAllocated(newer, (11, 12, 13), 0))
     assert [e.reason for e in effects if isinstance(e, ev.Missed)] == [Reason.BAD_REFERENCE]
 
 
@@ -351,7 +291,7 @@ def test_a_broken_connection_ends_the_wait_at_once(p: Side, d: Side) -> None:
         ev.Missed(queued, Reason.PEER_LOST, f"{P} is gone"),
     ]
     assert d.node.reads.quarantined() == [1, 2, 3]  # it is no fence
-    assert d.do(ev.TransferFailed(READ, "peer is dead")) == [ev.FreeBlocks((1, 2, 3))]
+    assert d.do(ev.ReadFailed(READ, P, "peer is dead")) == [ev.FreeBlocks((1, 2, 3))]
     assert d.node.next_deadline() is None
 
 
@@ -382,7 +322,7 @@ def test_an_old_reference_at_a_known_new_life_is_refused(p: Side, d: Side) -> No
     [
         ({"model_fingerprint": "other"}, "model_fingerprint: 'other' here, 'model' there"),
         ({"data_plane": "shm"}, "data_plane: 'shm' here, 'toy' there"),
-        ({"protocol_version": 2}, "protocol_version: 2 here, 1 there"),
+        ({"protocol_version": 3}, "protocol_version: 3 here, 2 there"),
     ],
 )
 def test_a_peer_that_differs_is_refused_with_both_values(
@@ -403,7 +343,7 @@ def test_nobody_answers_the_handshake(d: Side) -> None:
     [missed] = d.do(ev.Tick())
     assert isinstance(missed, ev.Missed)
     assert missed.reason is Reason.PEER_UNREACHABLE
-    late = d.do(ev.ReadAllocated(READ, (1, 2, 3), 1))
+    late = d.do(ev.LoadAllocated(READ, (1, 2, 3), 1))
     assert late == [ev.FreeBlocks((2, 3))]
 
 
@@ -412,7 +352,7 @@ def test_blocks_outside_the_pool_are_never_read(p: Side, d: Side, spans: tuple[t
     acquaint(p, d)
     offered(p)
     effects = d.do(ev.ReadWanted(READ, descriptor(spans=spans), CHAIN))
-    effects += d.do(ev.ReadAllocated(READ, (1, 2, 3), 0))
+    effects += d.do(ev.LoadAllocated(READ, (1, 2, 3), 0))
     assert [e.reason for e in effects if isinstance(e, ev.Missed)] == [Reason.BAD_REFERENCE]
     assert not [e for e in effects if isinstance(e, ev.PostRead)]
 
@@ -421,8 +361,8 @@ def test_other_blocks_than_the_offers_are_not_used(p: Side, d: Side) -> None:
     acquaint(p, d)
     offered(p)
     d.do(ev.ReadWanted(READ, descriptor(spans=((0, 3),)), CHAIN))
-    d.do(ev.ReadAllocated(READ, (1, 2, 3), 0))
-    d.do(ev.TransferLanded(READ))
+    d.do(ev.LoadAllocated(READ, (1, 2, 3), 0))
+    d.do(ev.ReadLanded(READ))
     d.hand_over(p)
     effects = p.hand_over(d)
     assert [e.reason for e in effects if isinstance(e, ev.Missed)] == [Reason.BAD_REFERENCE]
@@ -433,7 +373,7 @@ def test_answers_of_a_stranger_are_ignored(p: Side, d: Side) -> None:
     reading(p, d)
     stranger = HandoffNode(REBORN, "addr-x", hello(), SETTINGS)
     forged = ClaimGranted(offer=OFFER, reader=READ, seq=1, matched_tokens=10, spans=SPANS, lease_s=6.0)
-    d.do(ev.TransferLanded(READ))
+    d.do(ev.ReadLanded(READ))
     assert d.do(ev.Received(stranger.envelope(ev.Send("addr-d", D, forged)))) == []
     assert d.node.reads.loading() == [1, 2, 3]
 
