@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.report import Report, alternate, at_least, at_most, paired_ratio
+from benchmarks.report import Report, alternate, at_least, at_most, finish_together, paired_ratio
 
 
 def test_goals_say_what_was_measured():
@@ -52,3 +52,24 @@ def test_a_report_writes_its_goals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written["goals"] == [{"name": "small", "value": 0.9, "goal": ">= 0.95", "holds": False}]
     assert written["rows"] == [["small", "0.900"]]
     assert written["conditions"]["threads"] == 1
+
+
+def test_tables_of_one_run_keep_their_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first = Report("cold", "Without a cache", ("shape",), conditions={"cache": "off"})
+    second = Report("warm", "With a cache", ("shape",), conditions={"cache": "on"})
+    first.goals.append(at_least("fast", 2.0, 1.0))
+    second.goals.append(at_most("small", 2.0, 1.0))
+    second.row("large")
+    second.details.append({"bytes": 7})
+    finish_together("both", [first, second])
+    written = json.loads((tmp_path / "build/bench/both.json").read_text())
+    assert [(goal["name"], goal["holds"]) for goal in written["goals"]] == [("fast", True), ("small", False)]
+    tables = written["tables"]
+    assert {name: table["conditions"]["cache"] for name, table in tables.items()} == {
+        "cold": "off",
+        "warm": "on",
+    }
+    assert tables["warm"]["rows"] == [["large"]]
+    assert tables["warm"]["details"] == [{"bytes": 7}]
+    assert "details" not in tables["cold"]

@@ -132,3 +132,14 @@ async def test_a_killed_supervisor_leaves_nothing_behind() -> None:
         running.process.kill()
         await running.process.wait()
         await until(lambda: not any(map(alive, pids.values())))
+
+
+async def test_engines_without_a_prefix_cache() -> None:
+    model = str(cached_tiny_model("llama"))
+    arguments = ("--model", model, "--prefill", "0", "--no-prefix-cache")
+    async with up(*arguments) as running, aiohttp.ClientSession() as session:
+        for _ in range(2):
+            status, answer = await ask(session, running.url, model)
+            assert status == 200
+            details = answer["usage"]["prompt_tokens_details"]
+            assert details["cached_tokens"] == 0  # by default, the second time finds the first one's blocks

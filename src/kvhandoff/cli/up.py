@@ -40,6 +40,7 @@ def up(
     kv_memory: float = typer.Option(1.0, min=0.001, help="GiB of KV for each engine."),
     block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
     max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
+    prefix_cache: bool = typer.Option(True, help="Reuse the KV of prompts with the same beginning."),
     threads: int | None = typer.Option(None, min=1, help="Threads of each engine; default: cores / engines."),
     log_level: Level = typer.Option(Level.WARNING, help="The least serious events that are logged."),
 ) -> None:
@@ -56,6 +57,7 @@ def up(
         *("--transport", transport, "--dtype", dtype, "--exact" if exact else "--no-exact"),
         *("--kv-memory", str(kv_memory), "--block-size", str(block_size)),
         *("--max-num-seqs", str(max_num_seqs), "--log-level", log_level),
+        "--prefix-cache" if prefix_cache else "--no-prefix-cache",
         *("--threads", str(threads or max(1, (os.cpu_count() or 1) // engines))),
     ]
 
