@@ -53,6 +53,8 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.run: Callable[[EngineConfig, Connection], None] = serve
+        """What the next process runs: a function that can be imported by its name."""
         self.url = ""
         self.epoch = ""
         self._process: Any = None
@@ -62,7 +64,7 @@ class EngineProcess:
         assert self._process is None, f"{self.config.engine_id} runs"
         self.config = replace(self.config, **changes)
         news, theirs = _forkserver.Pipe(duplex=False)
-        self._process = _forkserver.Process(target=_serve, args=(self.config, theirs), daemon=True)
+        self._process = _forkserver.Process(target=self.run, args=(self.config, theirs), daemon=True)
         with theirs:
             self._process.start()
         with news:
@@ -119,7 +121,7 @@ def _receive(news: Connection, name: str) -> Started:
     return started
 
 
-def _serve(config: EngineConfig, news: Connection) -> None:
+def serve(config: EngineConfig, news: Connection) -> None:
     """The engine's process."""
     _end_with_parent()
     prepare(exact=config.exact, threads=1)
