@@ -35,8 +35,11 @@
     WRITING    grant of a later attempt               end: rebound                      ENDING or (none)
     WRITING    the offer ends                         end: why                          ENDING or (none)
     WRITING    the destination is gone                end: why                          ENDING or (none)
+    WRITING    destination unusable, no blocks named  -                                 WRITING
     WRITING    destination unusable                   end: why                          (none)
     WRITING    release                                -                                 (none)
+    WRITING    release, a write in flight, or of      -                                 WRITING
+               another load
     COMMITTED  revoke                                 fenced: revoked                   (none)
     COMMITTED  grant of a later attempt               fenced: rebound                   (none)
     COMMITTED  the offer ends                         fenced: why                       (none)
@@ -264,8 +267,7 @@ class WriteLedger:
         )
         earlier = [g for g in self._grants.values() if g.offer == grant.offer]
         self._grants[sender, message.number] = grant
-        effects = self._end_all(now, earlier, Reason.REBOUND)
-        return effects if self._offers.get(grant.offer) is None else [*effects, *self._pin(now, grant)]
+        return self._end_all(now, earlier, Reason.REBOUND)  # `advance` does the rest
 
     def _pin(self, now: float, grant: _Grant) -> list[Effect]:
         """Keep the offer for the grant, and tell the destination that things go on, if they do."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvhandoff.core.chain import TokenChain
-from kvhandoff.core.ids import EngineId, Epoch, Identity
+from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.spans import Span
 from kvhandoff.handoff import events as ev
@@ -19,6 +19,7 @@ from tests.handoff.tables.scene import (
     FOREIGN,
     GRANTED_SPANS,
     LATER,
+    LOAD,
     NUMBER,
     OFFER,
     OTHER_LOAD,
@@ -297,6 +298,14 @@ def destination_gone(s: Writes, event: Kind, *, in_flight: bool, at: str) -> ev.
     return s.probe(event)
 
 
+@row("WRITING", "destination unusable, no blocks named")
+def destination_unusable_so_far(s: Writes) -> ev.Event:
+    nonce = s.greet(D)
+    s.do(ev.Offered(OFFER, CHAIN, BLOCKS))
+    s.early()
+    return s.got(msg.Refused(detail="no", nonce=nonce), D)
+
+
 @row("WRITING", "destination unusable", Reason.PEER_UNREACHABLE, how="silent")
 @row("WRITING", "destination unusable", Reason.HANDSHAKE_REFUSED, how="refuses")
 @row("WRITING", "destination unusable", Reason.HANDSHAKE_REFUSED, how="differs")
@@ -348,6 +357,13 @@ def finished(s: Writes, how: str) -> ev.Event:
 def released(s: Writes) -> ev.Event:
     s.writing()
     return s.release()
+
+
+@row("WRITING", "release, a write in flight, or of another load", reader=LOAD, **BUSY)
+@row("WRITING", "release, a write in flight, or of another load", reader=OTHER_LOAD, **IDLE)
+def released_in_error(s: Writes, reader: HandoffKey, *, in_flight: bool) -> ev.Event:
+    s.writing(in_flight=in_flight)
+    return s.got(msg.Release(offer=OFFER, reader=reader, seq=NUMBER, done=False), D)
 
 
 @row("ENDING", "grant again")
