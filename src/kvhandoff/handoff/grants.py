@@ -1,56 +1,57 @@
 """The destination's side of a push: grants, the commits that complete them, and the fences that end them.
 
-    state        event                                    effect                                 next
-    -----------  ---------------------------------------  -------------------------------------  -----------
-    (none)       wanted, source is up                     send grant without blocks              QUEUED
-    (none)       wanted, no peer yet                      send hello, send grant without blocks  QUEUED
-    (none)       wanted, source owes an overdue fence     miss: peer_unreachable, release        (none)
-    (none)       allocated                                free                                   (none)
-    QUEUED       allocated                                send grant without blocks              ALLOCATED
-    QUEUED       allocated, source up and heard           send grant                             GRANTED
-    QUEUED       progress                                 -                                      QUEUED
-    QUEUED       source is up                             -                                      QUEUED
-    QUEUED       another life is up there                 miss: epoch_changed, release           (none)
-    QUEUED       source unusable                          miss: why, release                     (none)
-    QUEUED       allocated, the wrong number              ValueError                             QUEUED
-    QUEUED       no blocks in time                        miss: queue_timeout, release           (none)
-    QUEUED       renewal due                              send grant without blocks              QUEUED
-    QUEUED       dropped                                  release                                (none)
-    QUEUED       fenced                                   miss: why                              (none)
-    QUEUED       no sign of life in time                  miss: push_timeout, release            (none)
-    QUEUED       source gone, it seems                    miss: why, release                     (none)
-    QUEUED       source's process has ended               miss: epoch_changed                    (none)
-    ALLOCATED    progress, source is up                   send grant                             GRANTED
-    ALLOCATED    progress, no peer yet                    -                                      ALLOCATED
-    ALLOCATED    source is up, and heard                  send grant                             GRANTED
-    ALLOCATED    source is up, not heard                  -                                      ALLOCATED
-    ALLOCATED    another life is up there                 miss: epoch_changed, free, release     (none)
-    ALLOCATED    source unusable                          miss: why, free, release               (none)
-    ALLOCATED    renewal due                              send grant without blocks              ALLOCATED
-    ALLOCATED    dropped                                  free, release                          (none)
-    ALLOCATED    fenced                                   miss: why, free                        (none)
-    ALLOCATED    no sign of life in time                  miss: push_timeout, free, release      (none)
-    ALLOCATED    source gone, it seems                    miss: why, free, release               (none)
-    ALLOCATED    source's process has ended               miss: epoch_changed, free              (none)
-    GRANTED      progress                                 -                                      GRANTED
-    GRANTED      renewal due                              send grant                             GRANTED
-    GRANTED      commit, ranks are missing                -                                      GRANTED
-    GRANTED      commit of the last rank                  loaded, release                        (none)
-    GRANTED      commit of other content                  miss: commit_mismatch, send revoke     QUARANTINED
-    GRANTED      commit of no rank, or of another sender  -                                      GRANTED
-    GRANTED      dropped                                  send revoke, release                   QUARANTINED
-    GRANTED      fenced                                   miss: why, free                        (none)
-    GRANTED      no sign of life in time                  miss: push_timeout, send revoke        QUARANTINED
-    GRANTED      source gone, it seems                    miss: why, send revoke                 QUARANTINED
-    GRANTED      source's process has ended               miss: epoch_changed, free              (none)
-    QUARANTINED  retry due                                send revoke                            QUARANTINED
-    QUARANTINED  fence overdue                            noted: fence_overdue                   QUARANTINED
-    QUARANTINED  fenced                                   free                                   (none)
-    QUARANTINED  commit of the last rank                  free                                   (none)
-    QUARANTINED  commit, ranks are missing                -                                      QUARANTINED
-    QUARANTINED  hello of the source's next life,         send revoke                            QUARANTINED
+    state        event                                      effect                                 next
+    -----------  -----------------------------------------  -------------------------------------  -----------
+    (none)       wanted, source is up                       send grant without blocks              QUEUED
+    (none)       wanted, no peer yet                        send hello, send grant without blocks  QUEUED
+    (none)       wanted, source owes an overdue fence       miss: peer_unreachable, release        (none)
+    (none)       allocated                                  free                                   (none)
+    QUEUED       allocated                                  send grant without blocks              ALLOCATED
+    QUEUED       allocated, source up and heard             send grant                             GRANTED
+    QUEUED       progress                                   -                                      QUEUED
+    QUEUED       source is up                               -                                      QUEUED
+    QUEUED       another life is up there                   miss: epoch_changed, release           (none)
+    QUEUED       source unusable                            miss: why, release                     (none)
+    QUEUED       allocated, the wrong number                ValueError                             QUEUED
+    QUEUED       no blocks in time                          miss: queue_timeout, release           (none)
+    QUEUED       renewal due                                send grant without blocks              QUEUED
+    QUEUED       dropped                                    release                                (none)
+    QUEUED       fenced                                     miss: why                              (none)
+    QUEUED       no sign of life in time                    miss: push_timeout, release            (none)
+    QUEUED       source gone, it seems                      miss: why, release                     (none)
+    QUEUED       source's process has ended                 miss: epoch_changed                    (none)
+    ALLOCATED    progress, source is up                     send grant                             GRANTED
+    ALLOCATED    progress, no peer yet                      -                                      ALLOCATED
+    ALLOCATED    source is up, and heard                    send grant                             GRANTED
+    ALLOCATED    source is up, not heard                    -                                      ALLOCATED
+    ALLOCATED    another life is up there                   miss: epoch_changed, free, release     (none)
+    ALLOCATED    source unusable                            miss: why, free, release               (none)
+    ALLOCATED    renewal due                                send grant without blocks              ALLOCATED
+    ALLOCATED    dropped                                    free, release                          (none)
+    ALLOCATED    fenced                                     miss: why, free                        (none)
+    ALLOCATED    no sign of life in time                    miss: push_timeout, free, release      (none)
+    ALLOCATED    source gone, it seems                      miss: why, free, release               (none)
+    ALLOCATED    source's process has ended                 miss: epoch_changed, free              (none)
+    GRANTED      progress                                   -                                      GRANTED
+    GRANTED      renewal due                                send grant                             GRANTED
+    GRANTED      commit, ranks are missing                  -                                      GRANTED
+    GRANTED      commit of the last rank                    loaded, release                        (none)
+    GRANTED      commit of other content                    miss: commit_mismatch, send revoke     QUARANTINED
+    GRANTED      commit of no rank, or of another sender    -                                      GRANTED
+    GRANTED      dropped                                    send revoke, release                   QUARANTINED
+    GRANTED      fenced                                     miss: why, free                        (none)
+    GRANTED      no sign of life in time                    miss: push_timeout, send revoke        QUARANTINED
+    GRANTED      source gone, it seems                      miss: why, send revoke                 QUARANTINED
+    GRANTED      source's process has ended                 miss: epoch_changed, free              (none)
+    QUARANTINED  retry due                                  send revoke                            QUARANTINED
+    QUARANTINED  fence overdue                              noted: fence_overdue                   QUARANTINED
+    QUARANTINED  fenced                                     free                                   (none)
+    QUARANTINED  commit of the last rank                    free                                   (none)
+    QUARANTINED  commit, ranks are missing                  -                                      QUARANTINED
+    QUARANTINED  hello of the source's next life,           send revoke                            QUARANTINED
                  elsewhere
-    QUARANTINED  source's process has ended               free                                   (none)
+    QUARANTINED  hello of another, or from the known place  -                                      QUARANTINED
+    QUARANTINED  source's process has ended                 free                                   (none)
 
 Misuse, refused with ValueError: QUEUED, ALLOCATED, GRANTED, QUARANTINED: wanted; ALLOCATED, GRANTED,
 QUARANTINED: allocated.

@@ -12,8 +12,10 @@ from kvhandoff.handoff import events as ev
 from kvhandoff.handoff import messages as msg
 from tests.handoff.tables import table
 from tests.handoff.tables.scene import (
+    CHAIN,
     FOREIGN,
     LOAD,
+    OFFER,
     OTHER_LOAD,
     P2,
     SETTINGS,
@@ -36,9 +38,32 @@ E = Identity(EngineId("e"), Epoch("1"))
 
 
 @row("(none)", "wanted, source is up")
-def wanted(s: Grants) -> ev.Event:
-    s.acquaint(P)
+@row("(none)", "wanted, source is up", owes=P)
+@row("(none)", "wanted, source is up", owes=P2, overdue=True)
+def wanted(s: Grants, owes: Identity | None = None, *, overdue: bool = False) -> ev.Event:
+    """Also when it owes a fence that isn't overdue, or another life owes one that is."""
+    if owes is None:
+        s.acquaint(P)
+    else:
+        debt(s, owes, overdue=overdue)
+        s.number = 1
+        if owes is not P:
+            s.do(ev.PeerGone("addr-p"))
+            s.acquaint(P)
     return s.probe(ev.PushWanted)
+
+
+def debt(s: Grants, source: Identity, *, overdue: bool) -> None:
+    """Blocks have been granted to `source`, and the fence is owed."""
+    s.acquaint(source)
+    ref = msg.OfferRef(key=OFFER, source=source, control_address="addr-p")
+    s.do(ev.PushWanted(OTHER_LOAD, ref, CHAIN))
+    s.do(s.progress(source))
+    s.do(ev.LoadAllocated(OTHER_LOAD, (30, 31, 32), 0))
+    s.do(ev.LoadDropped(OTHER_LOAD, done=False))
+    if overdue:
+        s.wait(SETTINGS.fence_s)
+        s.do(ev.Tick())
 
 
 @row("(none)", "wanted, no peer yet")
@@ -48,12 +73,7 @@ def wanted_of_a_stranger(s: Grants) -> ev.Event:
 
 @row("(none)", "wanted, source owes an overdue fence")
 def wanted_from_a_debtor(s: Grants) -> ev.Event:
-    s.queued(OTHER_LOAD)
-    s.do(s.progress())
-    s.do(ev.LoadAllocated(OTHER_LOAD, (30, 31, 32), 0))
-    s.do(ev.LoadDropped(OTHER_LOAD, done=False))
-    s.wait(SETTINGS.fence_s)
-    s.do(ev.Tick())
+    debt(s, P, overdue=True)
     s.number = 1
     return s.probe(ev.PushWanted)
 
@@ -316,3 +336,11 @@ def committed_in_part(s: Grants) -> ev.Event:
 def source_moved(s: Grants) -> ev.Event:
     s.quarantined()
     return s.got(hello(nonce=1), P2, "addr-new")
+
+
+@row("QUARANTINED", "hello of another, or from the known place", sender=P, address="addr-new")
+@row("QUARANTINED", "hello of another, or from the known place", sender=E, address="addr-new")
+@row("QUARANTINED", "hello of another, or from the known place", sender=P2, address="addr-p")
+def somebody_else(s: Grants, sender: Identity, address: str) -> ev.Event:
+    s.quarantined()
+    return s.got(hello(nonce=1), sender, address)

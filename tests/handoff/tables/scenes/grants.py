@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvhandoff.core.ids import HandoffKey
+from kvhandoff.core.ids import HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff import messages as msg
@@ -118,9 +118,9 @@ class Grants(Scene):
         self.granted()
         self.do(ev.LoadDropped(LOAD, done=False))
 
-    def progress(self) -> ev.Event:
+    def progress(self, source: Identity = P) -> ev.Event:
         body = msg.Progress(number=self.number, lease_s=5.0, computed_blocks=1, written_blocks=0)
-        return self.got(body, P)
+        return self.got(body, source)
 
     def commit(self, **other: Any) -> ev.Event:
         facts = {
