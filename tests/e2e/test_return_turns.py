@@ -21,9 +21,9 @@ def as_turn(t: Talk, answered: Answered, prompt: list[int]) -> Turn:
 @pytest.mark.parametrize(
     ("forward", "p_cache", "d_cache", "turns"),
     [
-        pytest.param("pull", True, True, 10, id="pull"),
-        pytest.param("push", False, True, 10, id="push, P forgets"),
-        pytest.param("push", True, True, 4, id="push"),
+        pytest.param("pull", True, True, 4, id="pull"),
+        pytest.param("push", False, True, 4, id="push, P forgets"),
+        pytest.param("push", True, True, 10, id="push"),
         pytest.param("pull", True, False, 4, id="pull, D forgets"),
         pytest.param("push", False, False, 4, id="push, both forget"),
     ],
