@@ -125,7 +125,7 @@ class Deployment:
 
     def train(self, questions: Sequence[Question], every_s: float) -> list[Answer]:
         """Send one request every `every_s` seconds, whether or not those before have been answered; returns
-        when all are, and the engines are idle."""
+        when all are, and the engines are idle. Raises RuntimeError when one gets no answer."""
         return self._runner.run(self._train(questions, every_s))
 
     def ask(self, question: Question) -> Answer:
@@ -145,9 +145,8 @@ class Deployment:
             await asyncio.sleep(max(0.0, started + index * every_s - time.monotonic()))
             return await self._stream(bodies[index], questions[index].headers())
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(send(index)) for index in range(len(questions))]
-        answers = [Answer(ttft_s, await self._record(name)) for ttft_s, name in map(_result, tasks)]
+        seen = await asyncio.gather(*(send(index) for index in range(len(questions))))
+        answers = [Answer(ttft_s, await self._record(name)) for ttft_s, name in seen]
         await self._idle()
         return answers
 
@@ -232,7 +231,3 @@ async def _deployment(setup: Setup, runner: asyncio.Runner) -> AsyncIterator[Dep
         finally:
             for child in reversed(children):  # the router first: it has nobody to wait for
                 await child.stop()
-
-
-def _result(task: asyncio.Task[tuple[float, str]]) -> tuple[float, str]:
-    return task.result()

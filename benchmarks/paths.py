@@ -71,7 +71,8 @@ def main() -> None:
 
 
 def _paths(setup: Setup, prompts: Prompts, options: argparse.Namespace) -> Report:
-    cells = [Cell(tokens, rate) for tokens in sorted(options.tokens) for rate in (None, *options.rates)]
+    lengths = sorted(options.tokens, reverse=True)  # a machine that is too slow for them fails at once
+    cells = [Cell(tokens, rate) for tokens in lengths for rate in (None, *options.rates)]
     report = path_report(setup, cells, options.rounds, options.trains)
     rounds = {cell: options.rounds if cell.rate is None else options.trains for cell in cells}
     with (
@@ -83,13 +84,13 @@ def _paths(setup: Setup, prompts: Prompts, options: argparse.Namespace) -> Repor
             answers = measure_paths(served, prompts, cell, rounds[cell], advance)
             add_paths(report, cell, answers)
             if cell.rate is None:
-                add_path_goals(report, cell, CHUNK, answers, longest=cell.tokens == max(options.tokens))
+                add_path_goals(report, cell, CHUNK, answers, longest=cell.tokens == lengths[0])
     return report
 
 
 def _return(setup: Setup, prompts: Prompts, options: argparse.Namespace) -> Report:
     report = return_report(setup, options.rounds)
-    histories = sorted(options.histories)
+    histories = sorted(options.histories, reverse=True)
     with (
         deployment(setup) as served,
         progress_bar("return: second turns", len(RETURNS) * options.rounds * len(histories)) as advance,
@@ -97,7 +98,7 @@ def _return(setup: Setup, prompts: Prompts, options: argparse.Namespace) -> Repo
         warm_up(served, prompts, WARM_UP_TOKENS)
         for history in histories:
             answers = measure_return(served, prompts, history, options.rounds, advance)
-            add_return(report, history, answers, longest=history == histories[-1])
+            add_return(report, history, answers, longest=history == histories[0])
     return report
 
 
