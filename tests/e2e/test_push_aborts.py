@@ -205,6 +205,25 @@ async def test_end_while_a_fence_is_owed(c: Pushing, state: State, how: str) -> 
     await c.idle()
 
 
+async def test_engine_ends_it_as_the_kv_comes(c: Pushing) -> None:
+    """D's engine hears of the end first, then of the KV: the handoff side still has the blocks."""
+    prompt = c.prompt()
+    expected = await c.alone(prompt)
+    scene = await written_beside_a_step(c, prompt)
+    (request_id,) = (name for name in c.d.core.live() if name.startswith(scene.push.key.handoff_id))
+    c.d.core.abort(request_id)
+    c.writes.closed = False
+    await until(lambda: news(c.d) == 2)
+    c.open()
+    assert (await scene.push.decode).error["code"] == "engine_aborted"
+    assert scene.other is not None
+    task, tokens = scene.other
+    assert await task == tokens
+    await c.idle()
+    assert (await c.legs.push(c.p, c.d, prompt))[1].token_ids == expected
+    await c.idle()
+
+
 async def test_late_write_beside_a_running_request(c: Pushing) -> None:
     """Field case 5 i: one that takes every other block is half-way when the late bytes land."""
     prompt, long = c.prompt(), c.prompt((POOL - BLOCKS) * BLOCK - 20)

@@ -98,6 +98,7 @@ async def serves_others(c: Pushing) -> None:
 async def test_destination_that_says_it_has_another_layout(tiny: Path, on_miss: MissPolicy) -> None:
     """Field case 18: the chains are the same, but its welcome differs; both sides' values are in the log."""
     async with pushing(tiny) as c:
+        await parted(c)
         peers = c.d.agent._running_node.peers
         true = peers._hello
         peers._hello = msgspec.structs.replace(true, layout=msgspec.structs.replace(true.layout, kv_heads=8))

@@ -197,8 +197,12 @@ async def test_write_that_does_not_end(tiny: Path, transport: Transport) -> None
         await time_goes_on(c, SETTINGS.write_s - 2 * RENEWAL)
         assert not push.decode.done()
         pass_time(c.p, 3 * RENEWAL)
-        pass_time(c.d, RENEWAL)
-        pass_time(c.d, SETTINGS.progress_s)
+        said, asked = len(c.from_p.sent_of(Progress)), len(c.from_p.received_of(Grant))
+        for times in (1, 2):
+            pass_time(c.d, RENEWAL)
+            await c.from_p.has_received(Grant, asked + times)
+        assert len(c.from_p.sent_of(Progress)) == said
+        pass_time(c.d, RENEWAL + 0.1)
         assert (await push.decode).token_ids == expected
         assert (await c.record(push)).reasons == [Reason.PUSH_TIMEOUT]
         assert c.d.blocks().quarantined == BLOCKS
