@@ -49,7 +49,7 @@ class Ground:
         self.sluggish = rng.random() < 0.25
         """Whether bytes and answers tend to come when the leases end."""
         settings = SLOW_READS if self.sluggish else SETTINGS
-        ranks, pool = rng.choice((1, 1, 2)), rng.choice((8, 12, 24))
+        ranks, pool = rng.choice((1, 2)), rng.choice((8, 12, 24))
         self.engines = [
             Engine(name, f"addr-{name}", rng.uniform(0.96, 1.04), rng.uniform(0, 1000), ranks, pool, settings)
             for name in ("e0", "e1", "e2")

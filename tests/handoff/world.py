@@ -70,7 +70,7 @@ class World(Ground):
         }
         trouble = {
             self.lose: 2.0,
-            self.duplicate: 2.0,
+            self.duplicate: 4.0,
             self.hold: 0.3,
             self.advance: 2.0,
             self.fail: 1.0,
