@@ -51,8 +51,8 @@ class Run:
 
     async def serve(self, turns: Iterable[Turn]) -> None:
         """One client's requests, one after the other."""
-        for turn in turns:
-            async with self.gate:
+        async with self.gate:
+            for turn in turns:
                 if self.rng.randrange(self.leave_every) == 0:
                     await self.leave(turn)
                 await self.ask(turn)
