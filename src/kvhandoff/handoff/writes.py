@@ -2,7 +2,7 @@
 
     state      event                                  effect                            next
     ---------  -------------------------------------  --------------------------------  ----------------
-    (none)     grant, over already                    fenced: revoked                   (none)
+    (none)     grant, over already                    fenced: why                       (none)
     (none)     grant of an earlier attempt            fenced: rebound                   (none)
     (none)     grant, offer has ended                 fenced: why                       (none)
     (none)     grant of no chain or position          fenced: bad_reference             (none)
@@ -116,15 +116,17 @@ class _Over:
     """Which grants of one destination's life are over."""
 
     floor: int = 0
-    numbers: set[int] = field(default_factory=set)
+    numbers: dict[int, Reason] = field(default_factory=dict)
+    """Those from the floor on, and why: what was said may have been lost."""
 
     def raise_floor(self, floor: int) -> None:
         if floor > self.floor:
             self.floor = floor
-            self.numbers = {number for number in self.numbers if number >= floor}
+            self.numbers = {number: why for number, why in self.numbers.items() if number >= floor}
 
-    def __contains__(self, number: int) -> bool:
-        return number < self.floor or number in self.numbers
+    def why(self, number: int) -> Reason | None:
+        """Why a grant is over; None for one that isn't."""
+        return self.numbers.get(number, Reason.REVOKED if number < self.floor else None)
 
 
 class WriteLedger:
@@ -160,8 +162,9 @@ class WriteLedger:
         over = self._over.setdefault(sender, _Over())
         over.raise_floor(grant.floor)
         self._forget_committed(sender, over)
-        if grant.number in over:
-            return [Send(reply_to, sender, Fenced(number=grant.number, reason=Reason.REVOKED))]
+        why = over.why(grant.number)
+        if why is not None:
+            return [Send(reply_to, sender, Fenced(number=grant.number, reason=why))]
         known = self._grants.get((sender, grant.number))
         if known is None:
             return self._first(now, sender, reply_to, grant)
@@ -181,7 +184,7 @@ class WriteLedger:
         over.raise_floor(revoke.floor)
         known = self._grants.get((sender, revoke.number))
         if known is None:
-            over.numbers.add(revoke.number)
+            over.numbers.setdefault(revoke.number, Reason.REVOKED)
             return [Send(reply_to, sender, Fenced(number=revoke.number, reason=Reason.REVOKED))]
         return self._end(now, known, Reason.REVOKED)
 
@@ -367,11 +370,12 @@ class WriteLedger:
     def _forget(self, now: float, grant: _Grant) -> list[Effect]:
         """It is over, and stays so."""
         del self._grants[grant.grantee, grant.number]
-        self._over.setdefault(grant.grantee, _Over()).numbers.add(grant.number)
+        over = self._over.setdefault(grant.grantee, _Over())
+        over.numbers.setdefault(grant.number, grant.ending or Reason.REVOKED)
         return self._offers.unpin(now, grant.offer, (grant.grantee, grant.reader))
 
     def _refuse(self, sender: Identity, reply_to: str, number: int, reason: Reason) -> list[Effect]:
-        self._over[sender].numbers.add(number)
+        self._over[sender].numbers[number] = reason
         return [Send(reply_to, sender, Fenced(number=number, reason=reason))]
 
     def _forget_committed(self, sender: Identity, over: _Over) -> None:

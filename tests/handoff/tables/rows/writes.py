@@ -43,16 +43,23 @@ IDLE = {"in_flight": False}
 # ------------------------------------------------------------------------------------------------ (none)
 
 
-@row("(none)", "grant, over already", how="revoked")
-@row("(none)", "grant, over already", how="revoked, and a floor that isn't above it")
-@row("(none)", "grant, over already", how="below the floor")
+@row("(none)", "grant, over already", Reason.REVOKED, how="revoked")
+@row("(none)", "grant, over already", Reason.REVOKED, how="revoked, and a floor that isn't above it")
+@row("(none)", "grant, over already", Reason.REVOKED, how="below the floor")
+@row("(none)", "grant, over already", Reason.OFFER_WITHDRAWN, how="fenced, and that was lost")
+@row("(none)", "grant, over already", Reason.BAD_REFERENCE, how="refused, and that was lost")
 def over_already(s: Writes, how: str) -> ev.Event:
     s.do(ev.Offered(OFFER, CHAIN, BLOCKS))
     if how.startswith("revoked"):
         s.do(s.revoke())
-    if how != "revoked":
+    if how in ("below the floor", "revoked, and a floor that isn't above it"):
         floor = NUMBER + 1 if how == "below the floor" else NUMBER
         s.do(s.got(grant(NUMBER + 1, floor=floor, offer=OTHER_LOAD), D))
+    if how.startswith("fenced"):
+        s.do(s.got(grant(), D))
+        s.do(ev.Withdrawn(OFFER))
+    if how.startswith("refused"):
+        s.do(s.got(grant(first_block=99), D))
     return s.got(grant(), D)
 
 
