@@ -63,7 +63,8 @@ def _odd_messages(engine: LiveEngine, offer: HandoffKey, rng: random.Random) -> 
     misfit = TokenChain(block_size=0, n_tokens=-5, blocks=(b"", b"x" * 99), tail=b"y")
     huge = TokenChain(block_size=BLOCK, n_tokens=2**62, blocks=(b"z" * 16,) * 1000, tail=b"")
     claim = _envelope(engine, Claim(offer=offer, reader=reader, chain=misfit, seq=1))
-    release = _envelope(engine, Release(offer=HandoffKey(HandoffId("?"), -1), reader=reader, seq=1, done=True))
+    nowhere = HandoffKey(HandoffId("?"), -1)
+    release = _envelope(engine, Release(offer=nowhere, reader=reader, seq=1, done=True))
     return [
         b"",
         b"\xc1",

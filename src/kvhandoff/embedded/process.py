@@ -158,7 +158,7 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
 async def hold_name(engine_id: str, cluster_key: bytes) -> socket.socket:
     """Be the one process of this host that has this engine id in this cluster, until the socket is closed or
     the process ends: peers take another life of an engine id as proof that the former has ended. A
-    predecessor that is still ending is waited for. Raises ConfigError when it doesn't. """
+    predecessor that is still ending is waited for. Raises ConfigError when it doesn't."""
     digest = blake2b(engine_id.encode(), key=cluster_key[:64], digest_size=16, person=b"kvh-engine-name")
     name = socket.socket(socket.AF_UNIX)
     deadline = monotonic() + PREDECESSOR_S
