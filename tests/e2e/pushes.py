@@ -79,10 +79,10 @@ class Pushing:
         return asyncio.create_task(self.legs.decode_push(self.p, self.d, prompt, key=key, **options))
 
     async def computed(self, prompt: list[int], chunks: int, **options: Any) -> Push:
-        """A push whose prompt P has computed so many chunks of, and no more; D has granted its blocks."""
+        """A push whose prompt P has computed so many chunks of, and no more; each is written at once."""
         self.steps.close()
         push = self.start(prompt, **options)
-        await self.named()
+        await self.writable()
         self.steps.let(chunks)
         await until(lambda: self.steps.done == chunks and self.steps.holds, 10.0, self.s.where)
         return push
@@ -98,6 +98,11 @@ class Pushing:
     async def named(self, grants: int = 1) -> None:
         """Wait until P knows which of D's blocks it is to write to, for so many requests."""
         await until(lambda: len(named_grants(self.p)) == grants, 10.0, self.s.where)
+
+    async def writable(self) -> None:
+        """Wait until P can write to them as well: it knows D."""
+        await self.named()
+        await until(lambda: all(grant.targets is not None for grant in named_grants(self.p)))
 
     async def record(self, push: Push) -> LegRecord:
         """D's account of it."""

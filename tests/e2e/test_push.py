@@ -132,9 +132,7 @@ async def test_each_chunk_is_written_before_the_next_is_computed(c: Pushing) -> 
     """Field case 52: 7 of 8 chunks have landed while the last one is not even begun."""
     prompt = c.prompt(8 * CHUNK)
     expected = await c.alone(prompt)
-    c.steps.close()
-    push = c.start(prompt)
-    await c.named()
+    push = await c.computed(prompt, 0)
     for chunk in range(1, 8):
         c.steps.let(1)
         await until(lambda chunk=chunk: c.steps.done == chunk and c.steps.holds)

@@ -187,7 +187,7 @@ async def test_source_preempts_it(tiny: Path, transport: str, in_flight: bool) -
         c.steps.let(20)
         await until(lambda: c.steps.done == 20 and c.steps.holds)
         push = c.start(prompt)
-        await c.named()
+        await c.writable()
         c.steps.let(4)
         await until(lambda: c.writes.ended >= 2 and c.steps.holds)
         c.writes.closed = in_flight
