@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def prompt_tokens(self) -> int:
-        return self.blocks * SMOLLM2.block_size - 1
+        return self.blocks * SMOLLM2.block_size - 2
 
     def prompt(self, seed: int) -> list[int]:
         """Different tokens each time: nothing is found in a prefix cache."""
@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Offered:
-    """What the prefill engine says of a round. Readings of CLOCK_MONOTONIC, in seconds."""
+    """What the prefill engine says of a round. Readings of one clock, in seconds."""
 
     computed_at: float
     """The prompt's last layer was computed."""
@@ -172,16 +172,19 @@ class Engine:
             )
         )
 
-    async def serve(self, params: dict[str, Any], prompt: Sequence[int], name: str) -> tuple[Any, Any]:
-        """One request as the server serves it, up to its only token: (leg, response params)."""
+    async def serve(
+        self, params: dict[str, Any], prompt: Sequence[int], name: str, max_tokens: int
+    ) -> tuple[Any, Any]:
+        """One request as the server serves it, up to its last token: (leg, response params)."""
         leg = self.agent.leg(params)
         leg.tokenized()
         answered = self._loop.create_future()
 
         def on_output(output: Any) -> None:
-            self._loop.call_soon_threadsafe(answered.set_result, output)
+            if output.finish_reason is not None:
+                self._loop.call_soon_threadsafe(answered.set_result, output)
 
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         leg.submit(EngineRequest(name, leg.prompt_token_ids or prompt, sampling, on_output))
         output = await answered
         if output.error is not None:
@@ -249,7 +252,7 @@ async def _run_prefill(shape: Shape, parent: Connection, decode: Connection) -> 
         decode_engine = await _receive(parent)
         while (seed := await _receive(parent)) is not None:
             params = {"ticket": engine.ticket("prefill", seed)}
-            leg, answer = await engine.serve(params, shape.prompt(seed), str(seed))
+            leg, answer = await engine.serve(params, shape.prompt(seed), str(seed), 1)
             sent_at = monotonic()
             # The router's part: it gets the descriptor as JSON, and signs the decode engine's ticket.
             offer = msgspec.convert(answer["offer"], OfferDescriptor)
@@ -277,7 +280,8 @@ async def _run_decode(shape: Shape, parent: Connection, prefill: Connection) -> 
             ticket = await _receive(prefill)
             opened_at = monotonic()
             params = {"ticket": ticket, "prompt_token_ids": prompt}
-            leg, _ = await engine.serve(params, prompt, str(command))
+            # The first token is the prefill engine's; the model is called for the second.
+            leg, _ = await engine.serve(params, prompt, str(command), 2)
             record = engine.ended(leg)
             await engine.settled(shape.blocks)
             parent.send(Landed(opened_at, engine.runner.called_at, record))

@@ -58,7 +58,10 @@ class Contest:
         record = landed.record
         if record.reasons or record.transferred_tokens != self.shape.prompt_tokens:
             raise RuntimeError(f"{record.transferred_tokens} tokens were transferred: {record.reasons}")
-        self.phases.append(split(offered, landed))
+        phases = split(offered, landed)
+        if min(phases.values()) < 0:
+            raise RuntimeError(f"a phase that ends before it begins: {phases}")
+        self.phases.append(phases)
         self.descriptors = record.descriptors
         return 1e3 * (landed.running_at - offered.computed_at)
 

@@ -23,7 +23,8 @@ def test_the_prompt_is_handed_over_whole(transport: Literal["nixl", "shm"], frag
         for _ in range(2):  # the second finds blocks with content, and no tokens it knows
             offered, landed = pair.handoff()
             record = landed.record
-            assert record.transferred_tokens == BLOCKS * SIZE - 2, record  # the last one is computed
+            assert record.transferred_tokens == BLOCKS * SIZE - 2, record
+            assert record.first_token_reused
             assert record.bytes == BLOCKS * SMOLLM2.block_bytes
             assert record.descriptors == (BLOCKS if fragmented else 1)
             phases = split(offered, landed)
