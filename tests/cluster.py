@@ -56,9 +56,10 @@ class LiveEngine:
         return self.agent.blocks()
 
     def at_baseline(self) -> bool:
-        """Every block is free or cached, and nothing is owed."""
+        """Every block is free or cached, or kept for a conversation's next turn until memory is short;
+        nothing is owed."""
         counts = self.blocks()
-        return counts.free + counts.cached == counts.total
+        return counts.free + counts.cached + counts.retained == counts.total
 
 
 @asynccontextmanager
