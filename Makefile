@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: run test lint types check format clean
 
 run: $(READY)
-	$(BIN)/kvhandoff up
+	$(BIN)/kvhandoff up $(ARGS)
 
 test: $(READY)
 	$(BIN)/pytest

@@ -79,7 +79,8 @@ async def test_prefix_caches_behind_a_pull(tenants: Tenants) -> None:
         token_ids, usage, record = await tenants.ask(prompt, salt)
         first = first or token_ids
         assert token_ids == first, "a salt changes what is shared, never what is said"
-        assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH}
+        reused = {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH, "returned": 0}
+        assert record["reused_tokens"] == reused
         assert _cached(usage) == 0
     for salt in SALTS:
         token_ids, usage, record = await tenants.ask(prompt, salt)
@@ -96,7 +97,8 @@ async def test_prefix_cache_of_a_local_path(tenants: Tenants) -> None:
     for hit in (0, CACHED):
         for salt in SALTS:
             _, usage, record = await tenants.ask(prompt, salt, "local")
-            assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": hit, "transferred": 0}
+            reused = {"prefill_cache": 0, "decode_cache": hit, "transferred": 0, "returned": 0}
+            assert record["reused_tokens"] == reused
             assert _cached(usage) == hit
 
 
@@ -129,7 +131,8 @@ async def test_salts_at_the_same_time(tenants: Tenants) -> None:
     assert len({tuple(token_ids) for token_ids, _, _ in answers}) == 1
     for _, usage, record in answers:
         assert _cached(usage) == 0
-        assert record["reused_tokens"] == {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH}
+        reused = {"prefill_cache": 0, "decode_cache": 0, "transferred": LENGTH, "returned": 0}
+        assert record["reused_tokens"] == reused
     await tenants.legs.cluster.settled()
 
 

@@ -168,6 +168,9 @@ class FakeAgent:
     def withdraw(self, signed: object) -> None:
         self._take("withdraw", signed)
 
+    def yield_leg(self, signed: object) -> None:
+        self._take("yield", signed)
+
     def connect_peers(self, signed: object) -> None:
         self._take("peers", signed)
 

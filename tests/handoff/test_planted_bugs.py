@@ -215,7 +215,7 @@ def mail_for_a_former_life_obeyed(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_grants_honoured(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Over, "__contains__", lambda self, number: False)
+    patch.setattr(_Over, "why", lambda self, number: None)
 
 
 def commits_counted(patch: pytest.MonkeyPatch) -> None:

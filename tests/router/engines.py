@@ -70,6 +70,9 @@ class MockEngine:
         self.cancelled: asyncio.Queue[Leg] = asyncio.Queue()
         """Legs whose connection was closed before they were answered."""
         self.withdrawn: asyncio.Queue[Ticket] = asyncio.Queue()
+        self.yielded: asyncio.Queue[Ticket] = asyncio.Queue()
+        self.begun = False
+        """Decode legs have begun to answer, and yield no more."""
         self.peers: asyncio.Queue[Ticket] = asyncio.Queue()
         self.gate = asyncio.Event()
         """What `held` scripts wait for."""
@@ -108,6 +111,7 @@ class MockEngine:
             [
                 web.get("/internal/state", self._state),
                 web.post("/internal/withdraw", self._withdraw),
+                web.post("/internal/yield", self._yield),
                 web.post("/internal/peers", self._peers),
                 web.post("/v1/completions", self._leg),
                 web.post("/v1/chat/completions", self._leg),
@@ -180,6 +184,12 @@ class MockEngine:
             cursor=len(self.records),
         )
         return web.Response(body=msgspec.json.encode(state), content_type="application/json")
+
+    async def _yield(self, request: web.Request) -> web.Response:
+        if self.begun:
+            error = {"message": "it has begun", "code": "leg_begun", "type": "invalid_request_error"}
+            return web.json_response({"error": error}, status=409)
+        return await self._obey(request, self.yielded)
 
     async def _withdraw(self, request: web.Request) -> web.Response:
         if self.withdraw_script is not None:

@@ -71,6 +71,30 @@ async def test_client_leaves_in_the_stream(cluster: Any) -> None:
         assert c.p.withdrawn.empty()  # the decode engine has the offer in hand
 
 
+async def test_client_leaves_when_it_has_everything(cluster: Any) -> None:
+    """Clients close their connection at `[DONE]`, before the stream's end has come to the router."""
+
+    async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+        async def before(index: int) -> None:
+            if index == 3:
+                await asyncio.Event().wait()
+
+        return await streamed(engine, leg, [*events(leg, "a", "b"), DONE, b":"], before=before)
+
+    async with cluster(timeouts=NO_ACCOUNT) as c:
+        c.d.script = script
+        async with c.session.post(c.url + "/v1/completions", json=c.body(stream=True)) as response:
+            got = b""
+            while not got.endswith(DONE):
+                got += await soon(response.content.readany())
+            leg = c.d.legs.get_nowait()
+            response.close()
+        await soon(c.d.cancelled.get())
+        await c.at_rest()
+        record = await c.record(leg.ticket.key.handoff_id)
+        assert (record["status"], record["reasons"]) == (200, [])
+
+
 async def test_client_leaves_between_attempts(cluster: Any) -> None:
     """While the failed attempt is being withdrawn."""
     async with cluster() as c:

@@ -367,3 +367,58 @@ async def test_target_dies_while_it_is_moved(cluster: Any) -> None:
             engine.script = decode if engine.role == "decode" else engine.script
             engine.gate.set()
         assert (await soon(request))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["push", "pull"])
+async def test_answer_that_has_begun_unseen(cluster: Any, path: str) -> None:
+    """An answer that is not streamed shows nothing until it is complete: the engine knows, and goes on."""
+    async with cluster(decode=2) as c:
+        c.d.script = held
+        c.d.begun = True
+        request = c.start(c.body(), headers={"x-kvhandoff-path": path})
+        _, d = await both(c)
+        assert code(await rebind(c, d)) == (409, "not_rebound")
+        assert c.d.cancelled.empty()
+        assert c.d.withdrawn.empty()
+        c.d.gate.set()
+        assert (await soon(request))[0] == 200
+        record = await c.record(d.ticket.key.handoff_id)
+        assert (record["rebound"], record["attempts"]) == (0, 1)
+        assert c.decode[1].legs.empty()
+        await c.at_rest()
+
+
+async def test_the_engine_is_asked_before_its_leg_is_closed(cluster: Any) -> None:
+    async with cluster(decode=2) as c:
+        c.p.script = c.d.script = c.decode[1].script = held
+        request = push(c, stream=False)
+        _, d = await both(c)
+        moved = asyncio.create_task(rebind(c, d))
+        asked = await soon(c.d.yielded.get())
+        assert (asked.leg, asked.key) == ("yield", d.ticket.key)
+        assert (await soon(moved))[0] == 200
+        for engine in (c.p, c.decode[1]):
+            engine.gate.set()
+        assert (await soon(request))[0] == 200
+        await c.at_rest()
+
+
+async def test_requests_under_way_are_listed(cluster: Any) -> None:
+    async def listed() -> list[dict[str, Any]]:
+        async with c.session.get(f"{c.url}/v1/handoffs") as response:
+            running: list[dict[str, Any]] = (await response.json())["running"]
+            return running
+
+    async with cluster(decode=2) as c:
+        assert await listed() == []
+        c.p.script = c.d.script = held
+        request = push(c, stream=False)
+        _, d = await both(c)
+        (record,) = await listed()
+        assert (record["handoff_id"], record["path"]) == (d.ticket.key.handoff_id, "push")
+        assert record["decode"]["engine_id"] == c.d.engine_id
+        for engine in (c.p, c.d):
+            engine.gate.set()
+        assert (await soon(request))[0] == 200
+        assert await listed() == []
+        await c.at_rest()

@@ -84,7 +84,7 @@ async def test_every_piece_moves_the_deadline() -> None:
     idle: Any = Idle()
     content: Any = Content()
     request: Any = None
-    passage = Passage(request, "decode engine d", {}, lambda: None, lambda: None)
+    passage = Passage(request, "decode engine d", {}, lambda: None, lambda: None, lambda: None)
     passage.response = fake
     await passage._carry_on(b"a", content, idle, 5.0)
     assert fake.written == b"abc"

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from kvhandoff.core.clock import Clock, monotonic
+from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_epoch, new_handoff_id
 from kvhandoff.core.reasons import ReasonKind
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
@@ -179,6 +180,12 @@ class EngineAgent:
         if leg is not None:
             leg.finished("abort", 0)
         self.feed(ev.Withdrawn(ticket.key))
+
+    def yield_leg(self, signed: object) -> None:
+        """See `api.Agent`."""
+        leg = self._legs.get(self._admit(signed, "yield").key)
+        if leg is not None and not leg.yields():
+            raise RequestError(f"leg {leg.key}: it has begun to answer", status=409, code="leg_begun")
 
     def connect_peers(self, signed: object) -> None:
         """See `api.Agent`."""

@@ -317,6 +317,11 @@ class Agent(Protocol):
         """End an offer nobody will come for, or the leg that would make it. Raises BadTicket."""
         ...
 
+    def yield_leg(self, signed: object) -> None:
+        """End a decode leg so that another engine answers. Raises RequestError (409, `leg_begun`) when it has
+        begun, or has taken the KV over; BadTicket."""
+        ...
+
     def connect_peers(self, signed: object) -> None:
         """Handshake with peers ahead of the first request. Raises BadTicket."""
         ...

@@ -53,6 +53,10 @@ class Internal:
         """End an offer, or the leg that would make it."""
         return await self._obey(request, self._agent.withdraw)
 
+    async def yield_leg(self, request: web.Request) -> web.Response:
+        """End a decode leg, unless it has begun."""
+        return await self._obey(request, self._agent.yield_leg)
+
     async def peers(self, request: web.Request) -> web.Response:
         """Connect to peers ahead of the first request."""
         return await self._obey(request, self._agent.connect_peers)

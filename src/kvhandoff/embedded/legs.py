@@ -8,6 +8,7 @@ protocol or the engine has news of them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -54,7 +55,9 @@ class AgentLeg:
             self.offering = Offering(host, self.key, grows=ticket.push, peers=ticket.peers)
         self._requests: list[EngineRequest] = []
         self._emit: Callable[[TokenOutput], None] | None = None
-        self._refused = False
+        self._refused = self._begun = False
+        self._lock = threading.Lock()
+        """Guards the two: the engine thread begins the answer, the asyncio thread may refuse it before."""
         self._in_engine = False
         self._finished = False
         self._last_record: LegRecord | None = None
@@ -125,6 +128,19 @@ class AgentLeg:
         self.first_token()
         offer = msgspec.to_builtins(self.offering.descriptor)
         return {"offer": offer, "prompt_token_ids": list(self._requests[0].prompt_token_ids)}
+
+    def yields(self) -> bool:
+        """Give the request up to another decode engine, if nothing of the answer is out and the KV is not in:
+        its source still has it then. Nothing is said any more; whoever asked closes the connection."""
+        has_kv = self.load is not None and self.load.answered is not None and self.load.missed is None
+        with self._lock:
+            if self._begun or has_kv:
+                return False
+            self._refused = True
+        self._drop_load(done=False)
+        for request in self._requests:
+            self._host.core.abort(request.request_id)
+        return True
 
     def finished(self, finish_reason: str | None, completion_tokens: int) -> None:
         """See `api.Leg`."""
@@ -210,7 +226,8 @@ class AgentLeg:
             error = RequestError(message, status=503, code=reason, kind="kv_miss")
             if self._emit is not None:
                 self._emit(TokenOutput(request_id, None, finish_reason="error", error=error))
-            self._refused = True
+            with self._lock:
+                self._refused = True
             self._host.core.abort(request_id)
         elif load.allocated:
             self._host.core.load_failed(request_id, reason)
@@ -228,8 +245,11 @@ class AgentLeg:
         return self.offering
 
     def _on_output(self, output: TokenOutput) -> None:
-        """On the engine thread: pass on, unless the client was told of an error already."""
-        if not self._refused and self._emit is not None:
+        """On the engine thread: pass on, unless the client was told of an error already, or another engine is
+        to answer."""
+        with self._lock:
+            self._begun = self._begun or not self._refused
+        if self._begun and not self._refused and self._emit is not None:
             self._emit(output)
         if output.finish_reason is not None:
             self._host.unbind_soon(output.request_id)

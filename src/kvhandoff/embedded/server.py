@@ -62,6 +62,7 @@ def create_app(
             web.get("/debug/kv", internal.blocks),
             web.get("/internal/state", internal.state),
             web.post("/internal/withdraw", internal.withdraw),
+            web.post("/internal/yield", internal.yield_leg),
             web.post("/internal/peers", internal.peers),
         ]
     )

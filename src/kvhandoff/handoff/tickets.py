@@ -25,9 +25,10 @@ MissPolicy = Literal["recompute", "error"]
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """One leg of one attempt of one request."""
 
-    leg: Literal["prefill", "decode", "local", "withdraw", "peers"]
-    """`prefill`: compute and offer; `decode`: read the offer and answer; `local`: answer alone;
-    `withdraw`: end the offer; `peers`: connect to these peers ahead of time."""
+    leg: Literal["prefill", "decode", "local", "withdraw", "yield", "peers"]
+    """`prefill`: compute and offer; `decode`: read the offer and answer; `local`: answer alone; `withdraw`:
+    end the offer; `yield`: end the decode leg, unless it has begun; `peers`: connect to these peers ahead of
+    time."""
     audience: Identity
     not_after: float
     """On the audience's own monotonic clock, seconds."""

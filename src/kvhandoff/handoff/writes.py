@@ -161,7 +161,14 @@ class WriteLedger:
         """A grant, again and again until it is answered by a commit or a fence."""
         over = self._over.setdefault(sender, _Over())
         over.raise_floor(grant.floor)
-        self._forget_committed(sender, over)
+        return [
+            *self._forget_committed(now, sender, over),
+            *self._granted(now, sender, reply_to, grant, over),
+        ]
+
+    def _granted(
+        self, now: float, sender: Identity, reply_to: str, grant: Grant, over: _Over
+    ) -> list[Effect]:
         why = over.why(grant.number)
         if why is not None:
             return [Send(reply_to, sender, Fenced(number=grant.number, reason=why))]
@@ -378,11 +385,12 @@ class WriteLedger:
         self._over[sender].numbers[number] = reason
         return [Send(reply_to, sender, Fenced(number=number, reason=reason))]
 
-    def _forget_committed(self, sender: Identity, over: _Over) -> None:
+    def _forget_committed(self, now: float, sender: Identity, over: _Over) -> list[Effect]:
         """Below the floor the destination waits for nothing any more."""
-        for grant_id, grant in list(self._grants.items()):
-            if grant_id[0] == sender and grant.number < over.floor and grant.commits:
-                del self._grants[grant_id]
+        below = [
+            g for g in self._grants.values() if g.grantee == sender and g.number < over.floor and g.commits
+        ]
+        return [effect for grant in below for effect in self._forget(now, grant)]
 
 
 def _targets(grant: _Grant, num_blocks: int) -> tuple[int, ...] | None:

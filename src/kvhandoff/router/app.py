@@ -60,6 +60,7 @@ class Front:
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
+            web.get("/v1/handoffs", self.running),
             web.get("/v1/handoffs/{id}", self.handoff),
             web.post("/v1/handoffs/{id}/rebind", self.rebind),
             web.get("/health", self.health),
@@ -127,6 +128,11 @@ class Front:
         draft = self._draft(request)
         await self._settle(draft)
         return json_response(draft.record())
+
+    async def running(self, _: web.Request) -> web.Response:
+        """The records of the requests under way, as far as they are known: which there are to be moved."""
+        running = self._relay.running.values()
+        return json_response({"running": [x.draft.record() for x in running]})
 
     async def rebind(self, request: web.Request) -> web.Response:
         """Move a request to another decode engine before its answer begins. For operators."""

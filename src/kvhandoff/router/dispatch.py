@@ -196,9 +196,12 @@ def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> P
         x.cut(Phase.DECODE_NETWORK)
         x.draft.first_content_s = x.timer.total
 
+    def done() -> None:
+        x.draft.complete = True
+
     kept = ("Content-Type", "Cache-Control")
     headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
-    return Passage(x.request, str(engine), x.draft.headers() | headers, first_byte, first_content)
+    return Passage(x.request, str(engine), x.draft.headers() | headers, first_byte, first_content, done)
 
 
 def _pass_on(x: Exchange, answer: Answer) -> Outcome:

@@ -146,7 +146,7 @@ class Engine:
 
     def sign(
         self,
-        leg: Literal["prefill", "decode", "local", "withdraw", "peers"],
+        leg: Literal["prefill", "decode", "local", "withdraw", "yield", "peers"],
         key: HandoffKey,
         *,
         cache_salt: str = "",
@@ -182,7 +182,7 @@ class Engine:
         return self._key.sign(ticket)
 
     async def tell(
-        self, action: Literal["withdraw", "peers"], signed: str, timeout_s: float
+        self, action: Literal["withdraw", "yield", "peers"], signed: str, timeout_s: float
     ) -> EngineError | None:
         """POST a ticket to `/internal/{action}`; why it was not taken within `timeout_s`, or None."""
         try:
@@ -213,6 +213,14 @@ class Engine:
         """
         if self.identity == leg.engine:
             await self.tell("withdraw", self.sign("withdraw", leg.key), self._timeouts.withdraw_s)
+
+    async def yields(self, leg: LegRef) -> bool:
+        """Have it end a decode leg for another engine's sake; False: it has begun to answer, or has the KV.
+        One that doesn't answer is no obstacle: the leg's connection is closed, and it is withdrawn."""
+        if self.identity != leg.engine:
+            return True
+        refusal = await self.tell("yield", self.sign("yield", leg.key), self._timeouts.withdraw_s)
+        return refusal is None or refusal.code != "leg_begun"
 
     async def introduce(self, peers: tuple[str, ...]) -> None:
         """Have it connect to the control addresses `peers`; even with none of them its key is checked.

@@ -53,8 +53,15 @@ async def rebind(draft: Draft, x: Exchange | None, fleet: Fleet, order: RebindOr
         raise _refused(
             _NOT_BOUND if x.draft.decode is None else "its answer has begun, or it is being retried"
         )
+    leg = x.draft.decode
     x.move = move = Move(_target(x, bound.engine, fleet, order))
-    bound.cut_short()
+    # The engine decides: an answer that is not streamed shows nothing here until it is complete.
+    if leg is not None and not await bound.engine.yields(leg):
+        move.overtaken()
+        if x.move is move:
+            x.move = None
+    elif x.bound is bound:
+        bound.cut_short()
     moved = await move.done
     if moved is None:
         raise _refused("its answer has begun, or the request has ended")

@@ -148,6 +148,8 @@ class Draft:
         self.prefill_wall_s: float | None = None
         """Of a leg that ran beside the decode leg."""
         self.decode: LegRef | None = None
+        self.complete = False
+        """The client has been sent the whole of a stream."""
         self.joinable = True
         """False when the engine answers without a ticket, so that its account doesn't name this handoff."""
         self.response_id = completion_id(handoff_id, chat=chat)

@@ -84,6 +84,7 @@ class Relay:
         status = CLIENT_LEFT
         try:
             exchange = await self._admission.admit(request, draft, timer)
+            log.info("%s: path %s, %s", draft.handoff_id, draft.path, draft.model)
             response, status = await self._carry(exchange)
         except RequestError as error:
             status = error.status
@@ -91,6 +92,8 @@ class Relay:
         except ClientGone:
             return web.Response(status=status)  # nobody receives it
         finally:
+            if status == CLIENT_LEFT and draft.complete:
+                status = 200  # it closed its connection, as clients do, a moment before we did
             if status == CLIENT_LEFT:
                 draft.because(Reason.CLIENT_ABORTED)
             self._records.close(draft, status, self._clock() - timer.started)

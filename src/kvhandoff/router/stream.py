@@ -84,11 +84,15 @@ class FirstContent:
         return any(choice.has_content() for choice in event.choices)
 
 
+_DONE = b"data: [DONE]\n\n"
+
+
 class Passage:
     """Carries one stream from `engine` (its name for the client) to a client: `carry` it, then `end` it.
 
     `on_byte` is called when the first piece has been written, `on_content` when the first content has (or at
-    the end of a stream without any).
+    the end of a stream without any), `on_done` when the client has been sent the last event, `[DONE]`: what
+    it does from then on is no leaving.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Passage:
         headers: Mapping[str, str],
         on_byte: Callable[[], None],
         on_content: Callable[[], None],
+        on_done: Callable[[], None],
     ) -> None:
         self.response = web.StreamResponse(headers=headers)
         self.status = CLIENT_LEFT
@@ -111,6 +116,7 @@ class Passage:
         """As `broken`, in words for the client."""
         self._on_byte = on_byte
         self._on_content = on_content
+        self._on_done = on_done
         self._writing = False
         self._tail = b""
 
@@ -123,7 +129,7 @@ class Passage:
             async with asyncio.timeout(idle_s) as idle:
                 await self._carry_on(first, content, idle, idle_s)
         except ClientGone:
-            return
+            self.status = 200 if self._tail == _DONE else CLIENT_LEFT
         except (aiohttp.ClientError, OSError) as error:
             if not self._writing:  # else it is the client that holds it up
                 self.status, self.broken = BROKEN_OFF, describe(error)
@@ -141,7 +147,7 @@ class Passage:
         """
         try:
             async with asyncio.timeout(idle_s):
-                if self.broken is not None and self._tail == b"\n\n":
+                if self.broken is not None and self._tail.endswith(b"\n\n"):
                     error = RequestError(
                         self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error"
                     )
@@ -180,7 +186,9 @@ class Passage:
         except ConnectionError as error:
             raise ClientGone from error
         self._writing = False
-        self._tail = (self._tail + piece[-2:])[-2:]
+        self._tail = (self._tail + piece[-len(_DONE) :])[-len(_DONE) :]
+        if self._tail == _DONE:
+            self._on_done()
 
     def _cut(self) -> None:
         if self._request.transport is not None:
