@@ -10,7 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from kvhandoff.core.clock import ManualClock
+from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import Commit, Grant, Progress, Revoke
 from kvhandoff.handoff.settings import HandoffSettings
@@ -128,7 +131,10 @@ async def test_silent_source(tiny: Path, transport: Transport) -> None:
         assert not push.decode.done()
         pass_time(c.d, 0.1)
         assert (await push.decode).token_ids == expected
-        assert (await c.record(push)).reasons == [Reason.PUSH_TIMEOUT]
+        record = await c.record(push)
+        assert record.reasons == [Reason.PUSH_TIMEOUT]
+        assert record.phases[Phase.AWAIT_PREFILL] == pytest.approx(SETTINGS.progress_s)
+        assert Phase.CLAIM not in record.phases
         assert c.d.blocks().quarantined == BLOCKS
 
         # It owes a fence for too long: nothing more is granted to it.

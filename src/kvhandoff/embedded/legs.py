@@ -302,15 +302,17 @@ class AgentLeg:
         commit, moved = (load.commit, load.moved) if load is not None else (None, None)
         pulled = moved if load is not None and not load.history else None
         loaded_at = load.answered if load is not None and load.allocated and not load.history else None
+        pushed_at = loaded_at if load is not None and load.push else None  # the commit, or the end of waiting
+        tail_s = commit.tail_s if commit is not None else 0.0
         return [
             (Phase.DECODE_TOKENIZE, self._tokenized),
             (Phase.DECODE_QUEUE, stats.admitted_at or None),
             (Phase.RETURN, returned),
-            (Phase.AWAIT_PREFILL, loaded_at - commit.tail_s if commit and loaded_at else None),
-            (Phase.WRITE_TAIL, loaded_at if commit else None),
+            (Phase.AWAIT_PREFILL, pushed_at - tail_s if pushed_at is not None else None),
+            (Phase.WRITE_TAIL, pushed_at),
             (Phase.POST, pulled.posted_at if pulled else None),
             (Phase.WIRE, pulled.done_at if pulled else None),
-            (Phase.CLAIM, loaded_at),
+            (Phase.CLAIM, loaded_at if pushed_at is None else None),
             (Phase.DETECT, stats.runnable_at or None),
             (Phase.RECOMPUTE, stats.prefilled_at or None),
             (Phase.FIRST_STEP, self._first_token),
