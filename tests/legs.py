@@ -23,6 +23,7 @@ from kvhandoff.handoff.events import Retention, Tick
 from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
 from tests.cluster import CLUSTER_KEY, Cluster, LiveEngine, until
+from tests.e2e.stage import greedy
 
 MAX_TOKENS = 6
 PATIENCE = 30.0
@@ -125,18 +126,9 @@ class Legs:
         signed = ticket(
             engine, "decode", key=key, cache_salt=salt, offer=offer, on_miss=on_miss, retain=retain
         )
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "kv_transfer_params": {"ticket": signed, "prompt_token_ids": prompt},
-            **fields,
-        }
-        async with asyncio.timeout(PATIENCE):
-            status, answer = await self.cluster.post(body, url=engine.url)
-        return Answered(key, status, answer)
+        params = {"ticket": signed, "prompt_token_ids": prompt}
+        body = greedy(prompt, max_tokens, kv_transfer_params=params, **fields)
+        return await self._send(engine, key, body)
 
     async def local(
         self,
@@ -153,15 +145,8 @@ class Legs:
         and retains."""
         key = new_key()
         signed = ticket(engine, "local", key=key, cache_salt=salt, retain=retain, history=history)
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "kv_transfer_params": {"ticket": signed},
-            **fields,
-        }
+        params = {"ticket": signed}
+        body = greedy(prompt, max_tokens, kv_transfer_params=params, **fields)
         return await self._send(engine, key, body)
 
     async def push(
@@ -227,15 +212,8 @@ class Legs:
         signed = ticket(
             destination, "decode", key=key, cache_salt=salt, push_from=ref, on_miss=on_miss, retain=retain
         )
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "kv_transfer_params": {"ticket": signed},
-            **fields,
-        }
+        params = {"ticket": signed}
+        body = greedy(prompt, max_tokens, kv_transfer_params=params, **fields)
         return await self._send(destination, key, body)
 
     async def _send(self, engine: LiveEngine, key: HandoffKey, body: dict[str, Any]) -> Answered:

@@ -290,7 +290,8 @@ class AgentLeg:
     def _marks(self, request: EngineRequest) -> list[tuple[Phase, float | None]]:
         """When each phase ended, in their order."""
         stats, load = request.stats, self.load
-        returned = stats.runnable_at or None if load is not None and load.history else None
+        history = load is not None and load.history
+        returned = stats.runnable_at or None if history else None
         if self.role == "prefill":
             return [
                 (Phase.PREFILL_TOKENIZE, self._tokenized),
@@ -299,19 +300,19 @@ class AgentLeg:
                 (Phase.PREFILL_COMPUTE, stats.prefilled_at or None),
                 (Phase.PREFILL_OFFER, self._first_token),
             ]
-        commit, moved = (load.commit, load.moved) if load is not None else (None, None)
-        pulled = moved if load is not None and not load.history else None
-        loaded_at = load.answered if load is not None and load.allocated and not load.history else None
-        pushed_at = loaded_at if load is not None and load.push else None  # the commit, or the end of waiting
-        tail_s = commit.tail_s if commit is not None else 0.0
+        forward = None if history else load
+        moved = forward.moved if forward is not None else None
+        loaded_at = forward.answered if forward is not None and forward.allocated else None
+        pushed_at = loaded_at if forward is not None and forward.push else None  # or the end of waiting
+        tail_s = forward.commit.tail_s if forward is not None and forward.commit is not None else 0.0
         return [
             (Phase.DECODE_TOKENIZE, self._tokenized),
             (Phase.DECODE_QUEUE, stats.admitted_at or None),
             (Phase.RETURN, returned),
             (Phase.AWAIT_PREFILL, pushed_at - tail_s if pushed_at is not None else None),
             (Phase.WRITE_TAIL, pushed_at),
-            (Phase.POST, pulled.posted_at if pulled else None),
-            (Phase.WIRE, pulled.done_at if pulled else None),
+            (Phase.POST, moved.posted_at if moved else None),
+            (Phase.WIRE, moved.done_at if moved else None),
             (Phase.CLAIM, loaded_at if pushed_at is None else None),
             (Phase.DETECT, stats.runnable_at or None),
             (Phase.RECOMPUTE, stats.prefilled_at or None),

@@ -159,12 +159,16 @@ class WriteLedger:
 
     def granted(self, now: float, sender: Identity, reply_to: str, grant: Grant) -> list[Effect]:
         """A grant, again and again until it is answered by a commit or a fence."""
-        over = self._over.setdefault(sender, _Over())
-        over.raise_floor(grant.floor)
+        over = self._raise_floor(sender, grant.floor)
         return [
             *self._forget_committed(now, sender, over),
             *self._granted(now, sender, reply_to, grant, over),
         ]
+
+    def _raise_floor(self, sender: Identity, floor: int) -> _Over:
+        over = self._over.setdefault(sender, _Over())
+        over.raise_floor(floor)
+        return over
 
     def _granted(
         self, now: float, sender: Identity, reply_to: str, grant: Grant, over: _Over
@@ -187,8 +191,7 @@ class WriteLedger:
 
     def revoked(self, now: float, sender: Identity, reply_to: str, revoke: Revoke) -> list[Effect]:
         """The destination takes a grant back."""
-        over = self._over.setdefault(sender, _Over())
-        over.raise_floor(revoke.floor)
+        over = self._raise_floor(sender, revoke.floor)
         known = self._grants.get((sender, revoke.number))
         if known is None:
             over.numbers.setdefault(revoke.number, Reason.REVOKED)
