@@ -25,10 +25,11 @@ from kvhandoff.core.clock import monotonic
 from kvhandoff.core.ids import HandoffId, HandoffKey, Identity
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.records import LegRecord
-from kvhandoff.embedded.agent import EngineAgent, EngineFacts
+from kvhandoff.embedded.agent import EngineAgent
 from kvhandoff.embedded.api import EngineRequest, SamplingParams, SequenceStep
 from kvhandoff.embedded.core import EngineCore
 from kvhandoff.embedded.process import prepare, spare_collector
+from kvhandoff.engine.agent import EngineFacts
 from kvhandoff.handoff.messages import OfferDescriptor
 from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.transport.api import Region

@@ -20,11 +20,12 @@ import aiohttp
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.records import BlockCounts
-from kvhandoff.embedded.agent import EngineAgent, EngineFacts
+from kvhandoff.embedded.agent import EngineAgent
 from kvhandoff.embedded.core import EngineCore
 from kvhandoff.embedded.runner import TorchRunner, load_runner
 from kvhandoff.embedded.server import create_app
 from kvhandoff.embedded.text import TextProcessor
+from kvhandoff.engine.agent import EngineFacts
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -34,6 +35,34 @@ INTERNAL_ERROR = RequestError("internal error", status=500, code="internal_error
 
 class ClientGone(Exception):
     """The client left, or has stopped reading."""
+
+
+def decode_json(raw: bytes) -> Any:
+    """The value of a body. Raises RequestError naming the body, and where there is one the field."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError as error:
+        # Valid JSON with a number that no integer or float holds.
+        where = _field_out_of_range(raw)
+        what = re.sub(" - at .*", "", str(error))
+        suffix = f" in the field {where!r}" if where else ""
+        raise RequestError(f"body: {what}{suffix}", param="body") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"body: not valid JSON ({error})", param="body") from error
+
+
+def _field_out_of_range(raw: bytes) -> str:
+    """The field of a body with a number that can't be held; empty for a body that is no object."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return ""
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            return name
+    return ""
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -16,7 +16,9 @@ from rich.progress import Progress
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded import models
-from kvhandoff.embedded.models import model_fingerprint, resolve_model
+from kvhandoff.embedded.models import resolve_model
+from kvhandoff.engine import fingerprint as hashing
+from kvhandoff.engine.fingerprint import model_fingerprint
 from tests.tinymodels import cached_tiny_model
 
 
@@ -218,14 +220,14 @@ def test_without_a_display_a_terminal_gets_one(
 
 def test_the_cache_is_where_the_desktop_specification_says(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert models.user_cache() == Path("/somewhere/kvhandoff")
+    assert hashing.user_cache() == Path("/somewhere/kvhandoff")
     for unset in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert models.user_cache() == Path.home() / ".cache" / "kvhandoff"
+        assert hashing.user_cache() == Path.home() / ".cache" / "kvhandoff"
 
 
 def fingerprint(path: Path, *, dtype: str = "float32", exact: bool = False) -> str:
-    return model_fingerprint(path, dtype=dtype, exact=exact)
+    return model_fingerprint(path, dtype, f"exact={exact}")
 
 
 def test_equal_files_have_equal_fingerprints_wherever_they_lie(llama: Path, tmp_path: Path):
@@ -259,16 +261,16 @@ def test_the_hash_of_a_large_file_is_remembered_until_the_file_changes(
     llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     hashed: list[Path] = []
-    content_hash = models._content_hash
+    content_hash = hashing._content_hash
 
     def counted(path: Path, size: int) -> str:
         hashed.append(path)
         return content_hash(path, size)
 
-    monkeypatch.setattr(models, "_content_hash", counted)
+    monkeypatch.setattr(hashing, "_content_hash", counted)
     small = fingerprint(llama)
     assert not cache.exists()
-    monkeypatch.setattr(models, "_REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(hashing, "_REMEMBERED_BYTES", 1)
     monkeypatch.setattr(models, "_PART_BYTES", 1000)
     assert fingerprint(llama) == fingerprint(llama)
     assert len(hashed) == 2
@@ -286,16 +288,17 @@ def test_content_is_hashed_to_the_last_byte(tmp_path: Path, monkeypatch: pytest.
     seen = set()
     for content in (b"", b"x" * 9, b"x" * 10, b"x" * 11, b"x" * 20, b"x" * 19 + b"y", b"y" + b"x" * 19):
         (tmp_path / "file").write_bytes(content)
-        seen.add(models._content_hash(tmp_path / "file", len(content)))
+        seen.add(hashing._content_hash(tmp_path / "file", len(content)))
     assert len(seen) == 7
 
 
 def test_resolving_needs_no_torch(llama: Path):
     script = (
         "import sys\n"
-        "from kvhandoff.embedded.models import resolve_model, model_fingerprint\n"
+        "from kvhandoff.embedded.models import resolve_model\n"
+        "from kvhandoff.engine.fingerprint import model_fingerprint\n"
         "directory = resolve_model(sys.argv[1])\n"
-        "model_fingerprint(directory, dtype='float32', exact=False)\n"
+        "model_fingerprint(directory, 'float32')\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script, str(llama)], check=True)

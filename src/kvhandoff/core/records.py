@@ -105,3 +105,4 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Legs that ended after the cursor, oldest first; a bounded history."""
     cursor: int
     """Pass it as `after` next time."""
+    integration: Literal["embedded", "vllm"] = "embedded"

@@ -40,19 +40,20 @@ from kvhandoff.core.chain import TokenChain, chain_root
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import unavailable
 from kvhandoff.core.reasons import Reason
-from kvhandoff.embedded.api import EngineRequest, KVHooks, ModelRunner, TokenOutput
+from kvhandoff.embedded.api import EngineRequest, ModelRunner, TokenOutput
 from kvhandoff.embedded.limits import check_request
 from kvhandoff.embedded.outlet import EngineFault, Outlet
 from kvhandoff.embedded.pool import BlockPool
 from kvhandoff.embedded.request_state import RequestState, Stage
 from kvhandoff.embedded.scheduler import Scheduler
 from kvhandoff.embedded.stepper import Stepper, StepResults
+from kvhandoff.engine.api import KVHooks
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Implements `EngineControl`: continuous batching of requests over one `ModelRunner`.
+    """Implements `Engine`: continuous batching of requests over one `ModelRunner`.
 
     `start` runs it on its own thread; without, whoever calls `step` is the engine thread (tests do).
     `num_blocks` is the number of blocks in the runner's memory. `hooks` may be set later, but before the
@@ -99,7 +100,7 @@ class EngineCore:
     def hooks(self, hooks: KVHooks | None) -> None:
         self._outlet.hooks = hooks
 
-    # -- EngineControl: any thread --------------------------------------------------------------------------
+    # -- Engine: any thread ---------------------------------------------------------------------------------
 
     def chain(self, token_ids: Sequence[int], cache_salt: str) -> TokenChain:
         """The token chain of `token_ids` in this engine. Pure; about 0.5 ms for 16k tokens."""

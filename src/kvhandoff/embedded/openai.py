@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.embedded.chat import Message
+from kvhandoff.web import decode_json
 
 # Ranges, each in words too, for errors. `check` refuses max_tokens of 0 except for an echo.
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number, 0 or more, below 2^31")]
@@ -296,34 +297,6 @@ def parse(raw: bytes, kind: type[SomeBody], *, model_vocab: int) -> SomeBody:
         raise _invalid_field(kind, fields, str(error)) from error
     body.check(model_vocab)
     return body
-
-
-def decode_json(raw: bytes) -> Any:
-    """The value of a body. Raises RequestError naming the body, and where there is one the field."""
-    try:
-        return msgspec.json.decode(raw)
-    except msgspec.ValidationError as error:
-        # Valid JSON with a number that no integer or float holds.
-        where = _field_out_of_range(raw)
-        what = re.sub(" - at .*", "", str(error))
-        suffix = f" in the field {where!r}" if where else ""
-        raise RequestError(f"body: {what}{suffix}", param="body") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"body: not valid JSON ({error})", param="body") from error
-
-
-def _field_out_of_range(raw: bytes) -> str:
-    """The field of a body with a number that can't be held; empty for a body that is no object."""
-    try:
-        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError:
-        return ""
-    for name, value in fields.items():
-        try:
-            msgspec.json.decode(value)
-        except msgspec.ValidationError:
-            return name
-    return ""
 
 
 def _refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[object, ...]]) -> None:

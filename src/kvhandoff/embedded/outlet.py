@@ -11,9 +11,10 @@ from collections.abc import Callable
 from threading import Lock
 
 from kvhandoff.core.errors import KVHandoffError
-from kvhandoff.embedded.api import EngineRequest, KVHooks, TokenOutput
+from kvhandoff.embedded.api import EngineRequest, TokenOutput
 from kvhandoff.embedded.scheduler import Plan
 from kvhandoff.embedded.stepper import StepResults
+from kvhandoff.engine.api import KVHooks
 
 logger = logging.getLogger(__name__)
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
-from kvhandoff.core.clock import monotonic
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded.exact import prepare_environment
+from kvhandoff.engine.names import hold_name
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.transport.mover import Mover
 from kvhandoff.transport.planes import PlaneKind, allocate_region, create_plane, default_kind
@@ -26,9 +23,6 @@ from kvhandoff.transport.planes import PlaneKind, allocate_region, create_plane,
 _log = logging.getLogger(__name__)
 
 Transport = Literal["auto", "nixl", "shm"]
-
-PREDECESSOR_S = 10.0
-"""How long an engine waits for one of its name to end."""
 
 GIL_SWITCH_S = 0.0005
 """The engine thread gives the asyncio thread a turn after this long (Python's default is 5 ms): a claim that
@@ -89,15 +83,16 @@ def spare_collector() -> None:
 
 async def run_engine(config: EngineConfig, started: Callable[[Started], None], stop: asyncio.Event) -> None:
     """Serve until `stop`. Call `prepare` first. Raises ConfigError for what can't be served."""
-    from kvhandoff.embedded.agent import EngineAgent, EngineFacts
+    from kvhandoff.embedded.agent import EngineAgent
     from kvhandoff.embedded.core import EngineCore
     from kvhandoff.embedded.runner import load_runner
     from kvhandoff.embedded.server import create_app
     from kvhandoff.embedded.text import TextProcessor
+    from kvhandoff.engine.agent import EngineFacts
     from kvhandoff.web import serve
 
     transport = choose_transport(config.transport)
-    name = await hold_name(config.engine_id, config.cluster_key)
+    name = await asyncio.to_thread(hold_name, config.engine_id, config.cluster_key)
     text = TextProcessor.load(config.model_dir)
     runner = await asyncio.to_thread(
         load_runner,
@@ -153,28 +148,6 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
         await asyncio.to_thread(core.close)
         await agent.close()
         name.close()
-
-
-async def hold_name(engine_id: str, cluster_key: bytes) -> socket.socket:
-    """Be the one process of this host that has this engine id in this cluster, until the socket is closed or
-    the process ends: peers take another life of an engine id as proof that the former has ended. A
-    predecessor that is still ending is waited for. Raises ConfigError when it doesn't."""
-    digest = blake2b(engine_id.encode(), key=cluster_key[:64], digest_size=16, person=b"kvh-engine-name")
-    name = socket.socket(socket.AF_UNIX)
-    deadline = monotonic() + PREDECESSOR_S
-    while True:
-        try:
-            name.bind(f"\0kvhandoff/{digest.hexdigest()}")  # an abstract name: the kernel frees it with us
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or monotonic() > deadline:
-                name.close()
-                why = "a process of this host has it" if error.errno == errno.EADDRINUSE else str(error)
-                raise ConfigError(
-                    f"engine-id: got {engine_id!r}, allowed is a name that no other engine has ({why})"
-                ) from error
-            await asyncio.sleep(0.1)
-        else:
-            return name
 
 
 def choose_transport(wanted: Transport) -> PlaneKind:

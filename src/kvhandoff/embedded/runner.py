@@ -22,7 +22,7 @@ from kvhandoff.embedded.api import SequenceStep
 from kvhandoff.embedded.attention import ATTENTION_NAME, PLAN_KWARG, PagedPool
 from kvhandoff.embedded.batch import pack
 from kvhandoff.embedded.linear import pack_linear_layers
-from kvhandoff.embedded.models import model_fingerprint
+from kvhandoff.engine.fingerprint import model_fingerprint
 from kvhandoff.transport.api import Region
 
 LAYOUT_ORDER = "block,layer,token,2,head,dim"
@@ -140,7 +140,7 @@ def load_runner(
     model.set_attn_implementation(ATTENTION_NAME)
     if not exact:
         pack_linear_layers(model)
-    fingerprint = model_fingerprint(model_dir, dtype=layout.dtype, exact=exact)
+    fingerprint = model_fingerprint(model_dir, layout.dtype, f"exact={exact}")
 
     def runner_on(region: Region) -> TorchRunner:
         return TorchRunner(model, layout, region, exact=exact, fingerprint=fingerprint)

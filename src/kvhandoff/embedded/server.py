@@ -16,15 +16,16 @@ import msgspec
 from aiohttp import web
 
 from kvhandoff.core.errors import RequestError, invalid
-from kvhandoff.embedded.api import Agent, EngineControl
+from kvhandoff.embedded.api import Agent
 from kvhandoff.embedded.generation import Generation, Piece, Run, open_leg
-from kvhandoff.embedded.internal import Internal
 from kvhandoff.embedded.openai import AnyBody, ChatBody, CompletionBody, parse
 from kvhandoff.embedded.params import sampling_params
 from kvhandoff.embedded.prompts import PromptReader, split
 from kvhandoff.embedded.responses import Answer, event
 from kvhandoff.embedded.text import TextProcessor
 from kvhandoff.embedded.web import EventStream, Limits, StreamFailed, broken_streams, send_json
+from kvhandoff.engine.api import EngineControl
+from kvhandoff.engine.internal import Internal
 from kvhandoff.web import INTERNAL_ERROR, ClientGone, errors, json_response, read_body
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def create_app(
     executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="kvhandoff-tokenizer")
     prompts = PromptReader(text, engine_core.max_model_len, executor)
     front = _Front(agent, engine_core, text, model_name, prompts, limits)
-    internal = Internal(agent, engine_core, limits)
+    internal = Internal(agent, engine_core, body_bytes=limits.body_bytes, read_s=limits.read_s)
 
     app = web.Application(middlewares=[errors, broken_streams], client_max_size=limits.body_bytes)
     app.add_routes(
@@ -57,13 +58,7 @@ def create_app(
             web.post("/v1/completions", front.completions),
             web.get("/v1/models", front.models),
             web.get("/v1/models/{id:.+}", front.one_model),
-            web.get("/health", internal.health),
-            web.get("/metrics", internal.metrics),
-            web.get("/debug/kv", internal.blocks),
-            web.get("/internal/state", internal.state),
-            web.post("/internal/withdraw", internal.withdraw),
-            web.post("/internal/yield", internal.yield_leg),
-            web.post("/internal/peers", internal.peers),
+            *internal.routes(),
         ]
     )
 

@@ -7,20 +7,40 @@ from collections.abc import Callable
 from aiohttp import web
 
 from kvhandoff.core.errors import RequestError, invalid, unavailable
-from kvhandoff.embedded.api import Agent, EngineControl
-from kvhandoff.embedded.openai import decode_json
-from kvhandoff.embedded.web import Limits
+from kvhandoff.engine.api import EngineControl, HandoffSide
 from kvhandoff.handoff.tickets import BadTicket
-from kvhandoff.web import json_response, read_body
+from kvhandoff.web import decode_json, json_response, read_body
 
 
 class Internal:
     """Health, metrics, blocks, state, and the router's tickets that are no request of a client."""
 
-    def __init__(self, agent: Agent, engine_core: EngineControl, limits: Limits) -> None:
+    def __init__(
+        self,
+        agent: HandoffSide,
+        engine: EngineControl,
+        *,
+        body_bytes: int = 2**20,
+        read_s: float = 10.0,
+    ) -> None:
+        """`body_bytes`, `read_s`: how much and how long a caller's body may be."""
         self._agent = agent
-        self._engine = engine_core
-        self._limits = limits
+        self._engine = engine
+        self._body_bytes = body_bytes
+        self._read_s = read_s
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where each page is."""
+        return [
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+            web.get("/debug/kv", self.blocks),
+            web.get("/internal/state", self.state),
+            web.get("/internal/about", self.about),
+            web.post("/internal/withdraw", self.withdraw),
+            web.post("/internal/yield", self.yield_leg),
+            web.post("/internal/peers", self.peers),
+        ]
 
     async def health(self, _: web.Request) -> web.Response:
         """200 while requests are taken."""
@@ -49,6 +69,10 @@ class Internal:
         self._check_health()
         return json_response(self._agent.state(int(raw)))
 
+    async def about(self, _: web.Request) -> web.Response:
+        """A flat object of texts: what is in use here."""
+        return json_response(self._agent.about())
+
     async def withdraw(self, request: web.Request) -> web.Response:
         """End an offer, or the leg that would make it."""
         return await self._obey(request, self._agent.withdraw)
@@ -67,7 +91,7 @@ class Internal:
 
     async def _obey(self, request: web.Request, act: Callable[[object], None]) -> web.Response:
         """`act` on the body's `ticket`; it checks the ticket itself. Answers `{}`."""
-        raw = await read_body(request, self._limits.body_bytes, self._limits.read_s)
+        raw = await read_body(request, self._body_bytes, self._read_s)
         body = decode_json(raw)
         if not isinstance(body, dict) or "ticket" not in body:
             raise invalid("body", body, 'an object {"ticket": …}')

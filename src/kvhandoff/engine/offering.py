@@ -8,8 +8,8 @@ from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.spans import to_spans
-from kvhandoff.embedded.api import EngineRequest, PrefillStats
-from kvhandoff.embedded.leg_host import LegHost
+from kvhandoff.engine.api import KVRequest, PrefillStats
+from kvhandoff.engine.leg_host import LegHost
 from kvhandoff.handoff.events import (
     OfferAbandoned,
     Offered,
@@ -40,7 +40,7 @@ class Offering:
         """Blocks handed to the protocol so far."""
         return len(self._blocks)
 
-    def prepare(self, request: EngineRequest) -> None:
+    def prepare(self, request: KVRequest) -> None:
         """Have the engine hand over the KV."""
         request.offer, request.grow = True, self._grows
 
@@ -65,16 +65,7 @@ class Offering:
         assert chain is not None, "begin comes before"
         self._blocks += blocks
         cached = stats.cached_tokens + stats.transferred_tokens
-        self.descriptor = OfferDescriptor(
-            key=self._key,
-            source=self._host.me,
-            control_address=self._host.control_address,
-            spans=to_spans(self._blocks),
-            n_tokens=chain.n_tokens,
-            digest=chain.digest(),
-            cached_tokens=cached,
-            first_token=first_token,
-        )
+        self.descriptor = descriptor_of(self._host, self._key, chain, self._blocks, first_token, cached)
         self._host.feed(Offered(self._key, chain, tuple(blocks), first_token, cached))
         if nobody_comes:
             self._host.feed(Withdrawn(self._key))
@@ -82,3 +73,24 @@ class Offering:
     def on_abandoned(self) -> None:
         """The engine will not complete it."""
         self._host.feed(OfferAbandoned(self._key, Reason.OFFER_ABANDONED))
+
+
+def descriptor_of(
+    host: LegHost,
+    key: HandoffKey,
+    chain: TokenChain,
+    blocks: Sequence[int],
+    first_token: int,
+    cached_tokens: int,
+) -> OfferDescriptor:
+    """What a prefill leg's answer says of its offer. `blocks` are all of the prompt's. Any thread."""
+    return OfferDescriptor(
+        key=key,
+        source=host.me,
+        control_address=host.control_address,
+        spans=to_spans(blocks),
+        n_tokens=chain.n_tokens,
+        digest=chain.digest(),
+        cached_tokens=cached_tokens,
+        first_token=first_token,
+    )

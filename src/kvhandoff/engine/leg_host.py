@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.records import LegRecord
-from kvhandoff.embedded.api import EngineControl
+from kvhandoff.engine.api import EngineControl
 from kvhandoff.handoff.events import Event
 
 if TYPE_CHECKING:
-    from kvhandoff.embedded.legs import AgentLeg
+    from kvhandoff.engine.legs import KVLeg
 
 
 class LegHost(Protocol):
@@ -28,7 +28,7 @@ class LegHost(Protocol):
         """Give the protocol an event."""
         ...
 
-    def bind(self, request_id: str, leg: AgentLeg) -> None:
+    def bind(self, request_id: str, leg: KVLeg) -> None:
         """Tell the leg what the engine says of this request, until `unbind_soon`."""
         ...
 
@@ -36,6 +36,6 @@ class LegHost(Protocol):
         """The engine says no more of this request. Called on the engine thread."""
         ...
 
-    def ended(self, leg: AgentLeg, record: LegRecord) -> None:
+    def ended(self, leg: KVLeg, record: LegRecord) -> None:
         """The leg is over."""
         ...

@@ -1,6 +1,6 @@
 """One request's KV coming in: pulled from an offer, pushed by its source, or read from a turn's history.
 
-Used on the asyncio thread only, between the engine core, which lends the target blocks, and the protocol,
+Used on the asyncio thread only, between the engine, which lends the target blocks, and the protocol,
 which says when they hold the right KV."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
-from kvhandoff.embedded.api import EngineRequest
-from kvhandoff.embedded.leg_host import LegHost
+from kvhandoff.engine.api import KVRequest
+from kvhandoff.engine.leg_host import LegHost
 from kvhandoff.handoff.events import LoadAllocated, LoadDropped, PushWanted, ReadWanted
 from kvhandoff.handoff.messages import Commit, HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import Ticket
@@ -44,14 +44,14 @@ class Load:
         """Whether it brings back what an earlier turn left, not what a prefill leg computed for this one."""
         return isinstance(self.source, HistoryRef)
 
-    def prepare(self, request: EngineRequest) -> None:
+    def prepare(self, request: KVRequest) -> None:
         """Have the engine ask for the KV."""
         request.load = True
         if isinstance(self.source, HistoryRef):
             request.load_tokens = self.source.n_tokens
             request.load_gain = self._host.min_return_tokens
 
-    def wanted(self, request: EngineRequest, chain: TokenChain) -> None:
+    def wanted(self, request: KVRequest, chain: TokenChain) -> None:
         """The request has been submitted."""
         self._request_id = request.request_id
         gain = self._host.min_return_tokens if self.history else 1
@@ -63,16 +63,16 @@ class Load:
         else:
             self._host.feed(ReadWanted(self._key, self.source, chain, gain))
 
-    def why_skipped(self, request: EngineRequest) -> Reason:
+    def why_skipped(self, request: KVRequest) -> Reason:
         """The engine's own cache holds all that it could bring, or all but too little; or all logits of the
         prompt are wanted, so that it has to be computed anyway."""
-        if request.params.prompt_logprobs is not None:
+        if request.wants_prompt_logprobs:
             return Reason.PROMPT_LOGPROBS
         size = self._host.core.layout.block_size
         cached = not self.history or request.stats.cached_tokens >= self._reach(request) // size * size
         return Reason.ALREADY_CACHED if cached else Reason.RETURN_TOO_SHORT
 
-    def _reach(self, request: EngineRequest) -> int:
+    def _reach(self, request: KVRequest) -> int:
         """How many tokens it can bring at most; the prompt's last one is computed in any case, unless the
         token after it comes too."""
         prompt = len(request.prompt_token_ids)
