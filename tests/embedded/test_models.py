@@ -271,10 +271,10 @@ def test_the_hash_of_a_large_file_is_remembered_until_the_file_changes(
     small = fingerprint(llama)
     assert not cache.exists()
     monkeypatch.setattr(hashing, "_REMEMBERED_BYTES", 1)
-    monkeypatch.setattr(models, "_PART_BYTES", 1000)
+    monkeypatch.setattr(hashing, "_PART_BYTES", 1000)
     assert fingerprint(llama) == fingerprint(llama)
     assert len(hashed) == 2
-    monkeypatch.setattr(models, "_PART_BYTES", 64 << 20)
+    monkeypatch.setattr(hashing, "_PART_BYTES", 64 << 20)
     weights = llama / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -284,7 +284,7 @@ def test_the_hash_of_a_large_file_is_remembered_until_the_file_changes(
 
 
 def test_content_is_hashed_to_the_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(models, "_PART_BYTES", 10)
+    monkeypatch.setattr(hashing, "_PART_BYTES", 10)
     seen = set()
     for content in (b"", b"x" * 9, b"x" * 10, b"x" * 11, b"x" * 20, b"x" * 19 + b"y", b"y" + b"x" * 19):
         (tmp_path / "file").write_bytes(content)
