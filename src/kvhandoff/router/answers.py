@@ -12,7 +12,8 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import OfferDescriptor
-from kvhandoff.router.engine import Engine, Role, describe, read_error, refuses_connection
+from kvhandoff.router.engine import Engine, Role, describe, refuses_connection
+from kvhandoff.router.side import read_error
 
 FailureKind = Literal["refused", "not_sent", "ticket_refused", "broken", "late"]
 """`refused`: nothing listens there; `not_sent`: no connection for another cause, such as a burst that a live

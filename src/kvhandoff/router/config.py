@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
-from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.tickets import MissPolicy
+from kvhandoff.router.address import EngineAddress, parse_address
 from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, ReturnChoice
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
@@ -51,9 +51,10 @@ class RouterConfig:
     """One router. Raises ConfigError when a value can't be used."""
 
     prefill: tuple[str, ...] = ()
-    """URLs of the prefill engines, e.g. `http://127.0.0.1:8101`."""
+    """The prefill engines: `URL`, e.g. `http://127.0.0.1:8101`, or `URL,internal=URL` where an engine's pages
+    for the router are at an address of their own (`address.py`)."""
     decode: tuple[str, ...]
-    """URLs of the decode engines; one at least."""
+    """The decode engines, in the same form; one at least."""
     cluster_key: bytes = field(repr=False)
     """Signs the tickets; the engines have the same."""
     host: str = "127.0.0.1"
@@ -84,8 +85,9 @@ class RouterConfig:
             raise ConfigError("decode: got no URL, allowed is one URL or more")
         for name, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
-                _check_url(name, url)
-        given = [url.rstrip("/") for url in self.prefill + self.decode]
+                parse_address(name, url)
+        given = [address.url for address in self.prefill_addresses + self.decode_addresses]
+        given += [a.internal for a in self.prefill_addresses + self.decode_addresses if a.internal]
         twice = sorted({url for url in given if given.count(url) > 1})
         if twice:
             raise ConfigError(f"prefill, decode: got {', '.join(twice)} more than once, allowed is once")
@@ -102,16 +104,15 @@ class RouterConfig:
         for item in fields(self.timeouts):
             _check_positive(f"timeouts.{item.name}", getattr(self.timeouts, item.name))
 
+    @property
+    def prefill_addresses(self) -> tuple[EngineAddress, ...]:
+        """`prefill`, parsed."""
+        return tuple(parse_address("prefill", text) for text in self.prefill)
 
-def _check_url(name: str, url: str) -> None:
-    wanted = "http://HOST:PORT or https://HOST:PORT"
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # a port that is no number, a broken IPv6 address
-        raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {wanted}") from error
-    if not usable or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"{name}: got {url!r}, allowed is {wanted}")
+    @property
+    def decode_addresses(self) -> tuple[EngineAddress, ...]:
+        """`decode`, parsed."""
+        return tuple(parse_address("decode", text) for text in self.decode)
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

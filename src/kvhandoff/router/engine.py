@@ -17,13 +17,16 @@ from kvhandoff.core.records import EngineState, LegRecord
 from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
+from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.policy import EngineView
 from kvhandoff.router.records import LegRef
+from kvhandoff.router.side import EngineError, NoReport, SidePages
 
 log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
+Integration = Literal["embedded", "vllm"]
 
 MISSED_POLLS = 3
 """State reports missed in a row that make an engine unhealthy. A refused connection, or a refused report,
@@ -32,56 +35,23 @@ does so at once."""
 RETRY_POLLS = 4
 """State reports between two introductions of an engine that refuses them."""
 
-_state = msgspec.json.Decoder(EngineState)
-
-
-class NoReport(Exception):
-    """The engine answers, but not with its state."""
-
-
-class SignedTicket(msgspec.Struct, frozen=True):
-    """The body of `/internal/withdraw` and `/internal/peers`."""
-
-    ticket: str
-
-
-class EngineError(msgspec.Struct, frozen=True):
-    """What the error body of an engine says."""
-
-    message: str = ""
-    code: str | int | None = None
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: EngineError
-
-
-_error_answer = msgspec.json.Decoder(_ErrorAnswer)
-
-
-def read_error(body: bytes) -> EngineError:
-    """The error in an answer's body; an empty one when it is no error body."""
-    try:
-        return _error_answer.decode(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return EngineError()
-
 
 class Engine:
     """Follows one engine through its lives. Used on the event loop's thread only."""
 
     def __init__(
         self,
-        url: str,
+        address: EngineAddress,
         role: Role,
-        session: aiohttp.ClientSession,
+        pages: SidePages,
         key: TicketKey,
         timeouts: Timeouts,
         clock: Clock,
         on_legs: Callable[[Sequence[LegRecord]], None],
+        vet: Callable[[Engine, EngineState], str | None],
         to_introduce: Callable[[Engine], None],
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = address.url
         self.role = role
         self.state: EngineState | None = None
         """The last report; kept while the engine is unhealthy."""
@@ -89,11 +59,13 @@ class Engine:
         """Why it gets no legs; None when it is healthy."""
         self.reserved = 0
         self.chosen = 0
-        self._session = session
+        self._pages = pages
         self._key = key
         self._timeouts = timeouts
         self._clock = clock
         self._on_legs = on_legs
+        self._vet = vet
+        """Why an engine with this state can't be used here, or None."""
         self._to_introduce = to_introduce
         """Called when it comes up, and now and then while it refuses."""
         self._reported_at = 0.0
@@ -108,6 +80,11 @@ class Engine:
     @property
     def healthy(self) -> bool:
         return self.problem is None
+
+    @property
+    def integration(self) -> Integration:
+        """What kind of engine it is, by its last report."""
+        return self.state.integration if self.state is not None else "embedded"
 
     @property
     def identity(self) -> Identity | None:
@@ -186,19 +163,11 @@ class Engine:
     ) -> EngineError | None:
         """POST a ticket to `/internal/{action}`; why it was not taken within `timeout_s`, or None."""
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.post(
-                    f"{self.url}/internal/{action}",
-                    data=msgspec.json.encode(SignedTicket(signed)),
-                    headers={"Content-Type": "application/json"},
-                    allow_redirects=False,
-                ) as response,
-            ):
-                if response.status < 300:
-                    return None
-                error = read_error(await response.read())
-                why = f"status {response.status} {error.message}".rstrip()
+            async with asyncio.timeout(timeout_s):
+                status, error = await self._pages.post(action, signed)
+            if status < 300:
+                return None
+            why = f"status {status} {error.message}".rstrip()
         except TimeoutError:
             error = EngineError(why := f"no answer in {timeout_s} s")
         except (aiohttp.ClientError, OSError) as failure:
@@ -283,12 +252,7 @@ class Engine:
             self._take(state, arrived)
 
     async def _fetch(self, cursor: int) -> tuple[EngineState, float]:
-        url = f"{self.url}/internal/state"
-        async with self._session.get(url, params={"after": str(cursor)}, allow_redirects=False) as response:
-            body = await response.read()
-            if response.status != 200:
-                raise NoReport(f"its state report is refused with status {response.status}")
-        return _state.decode(body), self._clock()
+        return await self._pages.state(cursor), self._clock()
 
     def _take(self, state: EngineState, arrived: float) -> None:
         new_life = self.state is None or self.state.epoch != state.epoch
@@ -302,7 +266,7 @@ class Engine:
         if state.role not in (self.role, "both"):
             self._set_problem(f"given to the router as a {self.role} engine, but it is a {state.role} engine")
         else:
-            self._set_problem(self._refused)
+            self._set_problem(self._vet(self, state) or self._refused)
         if state.records:
             self._on_legs(state.records)
         if self._refused is not None:

@@ -9,12 +9,19 @@ from typing import Any
 import aiohttp
 
 from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import Identity
-from kvhandoff.core.records import LegRecord
+from kvhandoff.core.records import EngineState, LegRecord
 from kvhandoff.handoff.tickets import TicketKey
+from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine, Role
 from kvhandoff.router.policy import EngineView, FleetView
+from kvhandoff.router.side import SidePages
+
+_NO_ERRORS = (
+    "on_miss: got 'error', allowed with vLLM engines is recompute: their requests can't be ended from inside"
+)
 
 
 class Fleet:
@@ -28,14 +35,18 @@ class Fleet:
         on_legs: Callable[[Sequence[LegRecord]], None],
     ) -> None:
         self._interval = config.poll_interval_s
+        self._on_miss = config.on_miss
         self._tasks: set[asyncio.Task[None]] = set()
         key = TicketKey(config.cluster_key)
 
-        def engine(url: str, role: Role) -> Engine:
-            return Engine(url, role, session, key, config.timeouts, clock, on_legs, self._introduce)
+        def engine(address: EngineAddress, role: Role) -> Engine:
+            pages = SidePages(address, session)
+            return Engine(
+                address, role, pages, key, config.timeouts, clock, on_legs, self._vet, self._introduce
+            )
 
-        self.prefill = [engine(url, "prefill") for url in config.prefill]
-        self.decode = [engine(url, "decode") for url in config.decode]
+        self.prefill = [engine(address, "prefill") for address in config.prefill_addresses]
+        self.decode = [engine(address, "decode") for address in config.decode_addresses]
         self._by_url = {engine.url: engine for engine in self.engines}
 
     @property
@@ -45,10 +56,13 @@ class Fleet:
     async def start(self) -> None:
         """Ask every engine once, then go on asking in the background.
 
-        Introductions are waited for too, so that a wrong cluster key shows before the first request.
+        Introductions are waited for too, so that a wrong cluster key shows before the first request. Raises
+        ConfigError when the engines that have answered can't do what the router is told.
         """
         await self.poll(self.engines)
         await asyncio.gather(*self._tasks)
+        if self._on_miss == "error" and any(engine.integration == "vllm" for engine in self.engines):
+            raise ConfigError(_NO_ERRORS)
         for engine in self.engines:
             self.spawn(self._follow(engine))
 
@@ -98,6 +112,17 @@ class Fleet:
         while True:
             await asyncio.sleep(self._interval)
             await engine.poll()
+
+    def _vet(self, engine: Engine, state: EngineState) -> str | None:
+        if self._on_miss == "error" and state.integration == "vllm":
+            return _NO_ERRORS
+        for other in self.engines:
+            if other is not engine and other.identity == engine.identity:
+                return (
+                    f"its state report is that of the engine at {other.url}: where several engines of a host "
+                    "have pages for the router apart from their servers, each needs URL,internal=URL"
+                )
+        return None
 
     def _introduce(self, newcomer: Engine) -> None:
         """Have prefill and decode engines shake hands, each with the others, ahead of the first request

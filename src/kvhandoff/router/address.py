@@ -1,0 +1,55 @@
+"""Where an engine is: its server for completions, and the pages that only the router asks for.
+
+An embedded engine serves both at one address. A vLLM engine's connector listens beside vLLM's server.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvhandoff.core.errors import ConfigError
+
+SIDE_PORT = 14579
+"""Where a vLLM engine's connector listens unless it is told otherwise (`kv_port` of --kv-transfer-config)."""
+
+_WANTED = "http://HOST:PORT or https://HOST:PORT"
+_INTERNAL = ",internal="
+
+
+class EngineAddress(NamedTuple):
+    """One engine's addresses, without a slash at their ends."""
+
+    url: str
+    """Takes completions."""
+    internal: str | None = None
+    """Has the pages under /internal; None: `url` itself, or the usual port of its host."""
+
+    def candidates(self) -> tuple[str, ...]:
+        """Where the pages may be, in the order to try them."""
+        if self.internal is not None:
+            return (self.internal,)
+        host = urlsplit(self.url).hostname or ""
+        return (self.url, f"http://{f'[{host}]' if ':' in host else host}:{SIDE_PORT}")
+
+
+def parse_address(name: str, text: str) -> EngineAddress:
+    """`URL` or `URL,internal=URL`. Raises ConfigError; `name`: the setting, for its message."""
+    url, comma, internal = text.partition(_INTERNAL)
+    if "," in url or "," in internal:
+        raise ConfigError(f"{name}: got {text!r}, allowed is URL or URL{_INTERNAL}URL")
+    check_url(name, url)
+    if comma:
+        check_url(f"{name}{_INTERNAL.removesuffix('=')}", internal)
+    return EngineAddress(url.rstrip("/"), internal.rstrip("/") if comma else None)
+
+
+def check_url(name: str, url: str) -> None:
+    """Raises ConfigError unless it is the root of a server."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # a port that is no number, a broken IPv6 address
+        raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {_WANTED}") from error
+    if not usable or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"{name}: got {url!r}, allowed is {_WANTED}")
