@@ -97,8 +97,9 @@ class AgentLeg(KVLeg):
             if self._begun or has_kv:
                 return False
             self._refused = True
-        self.drop_load(done=False)
+        # In this order: blocks that the drop frees at once are with the handoff side only after the abort.
         self._abort_all()
+        self.drop_load(done=False)
         return True
 
     def withdrawn(self) -> None:
