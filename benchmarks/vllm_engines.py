@@ -1,0 +1,206 @@
+"""vLLM engines as a user would start them: one process group each, its output in a file.
+
+They run from an environment of their own, since vLLM and the embedded engine want other versions of their
+dependencies. Upstream's connectors also need the package that is imported as `nixl` there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvhandoff.core.errors import KVHandoffError
+
+MODEL = "benchmarked"
+START_S = 240.0
+"""For an engine to be healthy, on a machine that does something else too."""
+STOP_S = 20.0
+POLL_S = 0.25
+LOGS = Path("build/bench/logs")
+PYTHON_ENV = "KVHANDOFF_VLLM_PYTHON"
+DEFAULT_PYTHON = ".venv-vllm/bin/python"
+ROOT = Path(__file__).parents[1]
+
+
+class EngineFailed(KVHandoffError):
+    """An engine ended, or was not healthy in time. The message has the last lines of its output."""
+
+
+def default_python() -> str:
+    """The interpreter of the environment that vLLM is installed in."""
+    return os.environ.get(PYTHON_ENV, DEFAULT_PYTHON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """What all engines of a run have in common."""
+
+    python: str
+    model_dir: Path
+    dtype: str = "bfloat16"
+    max_model_len: int = 8192
+    chunk: int = 512
+    """Prompt tokens in a step."""
+    max_num_seqs: int = 4
+    threads: int = 1
+    """OpenMP threads of each engine."""
+    kv_gib: int = 1
+    """Of each engine."""
+    blocks: int | None = None
+    """Of each engine's cache, instead of as many as fit into `kv_gib`."""
+    prefix_cache: bool = True
+
+    def arguments(self) -> list[str]:
+        """The command line of an engine, but for its port and its connector."""
+        cache = "--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching"
+        blocks = [] if self.blocks is None else ["--num-gpu-blocks-override", str(self.blocks)]
+        return [
+            *("--model", str(self.model_dir), "--served-model-name", MODEL, "--dtype", self.dtype),
+            *("--max-model-len", str(self.max_model_len), "--max-num-batched-tokens", str(self.chunk)),
+            *("--max-num-seqs", str(self.max_num_seqs), "--enforce-eager", cache, *blocks),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Of engines on a machine without a GPU. What the caller has set stays."""
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        chosen = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": path}
+        usual = {
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        return usual | os.environ | chosen
+
+    def conditions(self) -> dict[str, Any]:
+        """What the numbers depend on."""
+        return {
+            "model": self.model_dir.name,
+            "dtype": self.dtype,
+            "chunk_tokens": self.chunk,
+            "threads_of_each_engine": self.threads,
+            "prefix_cache": self.prefix_cache,
+            "blocks_of_each_engine": self.blocks or f"{self.kv_gib} GiB",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """One engine to start."""
+
+    name: str
+    """Of its output's file."""
+    transfer: Mapping[str, Any] | None
+    """--kv-transfer-config; None: no connector."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine that is healthy."""
+
+    spec: EngineSpec
+    url: str
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def engines(settings: VllmSettings, specs: Sequence[EngineSpec]) -> AsyncIterator[list[Running]]:
+    """Start engines side by side, and end them. Raises EngineFailed."""
+    LOGS.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  once, before anything runs
+    async with AsyncExitStack() as stack:
+        starting = [await stack.enter_async_context(_process(settings, spec)) for spec in specs]
+        yield list(await asyncio.gather(*(process.healthy() for process in starting)))
+
+
+@dataclass
+class _Process:
+    spec: EngineSpec
+    url: str
+    log: Path
+    process: asyncio.subprocess.Process
+
+    async def healthy(self) -> Running:
+        """Wait until it serves."""
+        try:
+            async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
+                while not await self._answers(session):  # noqa: ASYNC110  another process has no event
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise self._failed(f"was not healthy after {START_S:g} s") from error
+        return Running(self.spec, self.url)
+
+    async def _answers(self, session: aiohttp.ClientSession) -> bool:
+        if self.process.returncode is not None:
+            raise self._failed(f"ended with exit code {self.process.returncode}")
+        try:
+            async with session.get(f"{self.url}/health") as answer:
+                return answer.status == 200
+        except aiohttp.ClientConnectionError:
+            return False  # it doesn't listen yet
+
+    def _failed(self, what: str) -> EngineFailed:
+        last = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        return EngineFailed(f"{self.spec.name} {what}; all of its output is in {self.log}:\n{last}")
+
+    async def stop(self) -> None:
+        """End it and whatever it has started."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def _process(settings: VllmSettings, spec: EngineSpec) -> AsyncIterator[_Process]:
+    port = free_port()
+    log = LOGS / f"{spec.name}.log"
+    transfer = [] if spec.transfer is None else ["--kv-transfer-config", json.dumps(spec.transfer)]
+    command = [
+        *(settings.python, "-m", "vllm.entrypoints.openai.api_server", *settings.arguments()),
+        *("--host", "127.0.0.1", "--port", str(port), *transfer),
+    ]
+    with log.open("wb") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env=settings.environment() | dict(spec.environment),
+                start_new_session=True,  # a group of its own, to be ended as a whole
+            )
+        except FileNotFoundError as error:
+            raise EngineFailed(
+                f"vllm-python: got {settings.python!r}, which was not found; allowed is the interpreter of "
+                f"an environment with vLLM (--vllm-python, ${PYTHON_ENV})"
+            ) from error
+    running = _Process(spec, f"http://127.0.0.1:{port}", log, process)
+    try:
+        yield running
+    finally:
+        await running.stop()
