@@ -165,6 +165,9 @@ class FakeAgent:
     def blocks(self) -> BlockCounts:
         return BLOCKS
 
+    def about(self) -> dict[str, str]:
+        return {"integration": "embedded"}
+
     def withdraw(self, signed: object) -> None:
         self._take("withdraw", signed)
 

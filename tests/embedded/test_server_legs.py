@@ -154,6 +154,8 @@ async def test_models_and_operations() -> None:
             blocks = await response.json()
             assert blocks["total"] == BLOCKS.total
             assert blocks["quarantined"] == 0
+        async with server.session.get("/internal/about") as response:
+            assert await response.json() == {"integration": "embedded"}
         async with server.session.get("/internal/state?after=41") as response:
             state = await response.json()
             assert (state["cursor"], state["blocks"]["free"], state["role"]) == (41, BLOCKS.free, "both")
