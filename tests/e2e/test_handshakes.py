@@ -225,7 +225,7 @@ def _welcome(hello: Hello, **changes: Any) -> Welcome:
 REFUSED: dict[str, tuple[Callable[[Hello], list[Body | bytes]], str]] = {
     "another protocol": (
         lambda hello: [_welcome(hello, protocol_version=99)],
-        "protocol_version: 2 here, 99 there",
+        "protocol_version: 3 here, 99 there",
     ),
     "another layout": (
         lambda hello: [_welcome(hello, layout=msgspec.structs.replace(hello.layout, kv_heads=8))],

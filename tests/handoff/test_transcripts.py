@@ -322,7 +322,7 @@ def test_an_old_reference_at_a_known_new_life_is_refused(p: Side, d: Side) -> No
     [
         ({"model_fingerprint": "other"}, "model_fingerprint: 'other' here, 'model' there"),
         ({"data_plane": "shm"}, "data_plane: 'shm' here, 'toy' there"),
-        ({"protocol_version": 3}, "protocol_version: 3 here, 2 there"),
+        ({"protocol_version": 4}, "protocol_version: 4 here, 3 there"),
     ],
 )
 def test_a_peer_that_differs_is_refused_with_both_values(

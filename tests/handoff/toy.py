@@ -154,7 +154,7 @@ class Engine:
             num_blocks=self.pool,
             data_plane="toy",
             data_plane_metadata=b"",
-            process="toy",
+            processes=("toy",),
         )
         self.node = HandoffNode(self.identity, self.address, hello, self.settings, ranks=self.ranks, log=16)
 

@@ -1,4 +1,4 @@
-"""The end of a peer's process, as the operating system tells it."""
+"""The end of all of a peer's processes, as the operating system tells it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from kvhandoff.core.ids import EngineId, Epoch, Identity
+from kvhandoff.transport import liveness
 from kvhandoff.transport.liveness import Watcher, this_process
 
 PEER = Identity(EngineId("p"), Epoch("1"))
@@ -31,9 +32,21 @@ class Sleeper:
         assert self.process.stdout is not None
         self.name = self.process.stdout.readline().strip()
 
-    def end(self) -> None:
+    def end(self, *, reap: bool = True) -> None:
+        """As kill -9 does. Unreaped, it keeps its process id."""
         self.process.kill()
-        self.process.communicate()
+        if reap:
+            self.process.communicate()
+        else:
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[Sleeper]]:
+    made = [Sleeper(), Sleeper()]
+    yield made
+    for sleeper in made:
+        sleeper.end()
 
 
 @pytest.fixture
@@ -53,23 +66,59 @@ async def told(ended: asyncio.Queue[Identity]) -> Identity:
     return await asyncio.wait_for(ended.get(), 10.0)
 
 
-async def test_the_end_is_told_once(watcher: Watcher, ended: asyncio.Queue[Identity]) -> None:
-    first, second = Sleeper(), Sleeper()
-    watcher.watch(PEER, first.name)
-    watcher.watch(PEER, first.name)
-    watcher.watch(OTHER, second.name)
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_the_end_is_told_once(
+    watcher: Watcher, ended: asyncio.Queue[Identity], sleepers: list[Sleeper]
+) -> None:
+    first, second = sleepers
+    before = descriptors()
+    watcher.watch(PEER, [first.name])
+    watcher.watch(PEER, [first.name])
+    watcher.watch(OTHER, [second.name])
     assert ended.empty()
     first.end()
     assert await told(ended) == PEER
     second.end()
     assert await told(ended) == OTHER
     assert ended.empty()
+    assert descriptors() == before - 4  # the pipes to the sleepers; of the watcher, none is left
 
 
-async def test_one_that_has_ended_is_told_at_once(watcher: Watcher, ended: asyncio.Queue[Identity]) -> None:
-    sleeper = Sleeper()
-    sleeper.end()
-    watcher.watch(PEER, sleeper.name)
+async def test_the_end_is_told_when_the_last_process_has_ended(
+    watcher: Watcher, ended: asyncio.Queue[Identity], sleepers: list[Sleeper]
+) -> None:
+    first, last = sleepers
+    watcher.watch(PEER, [first.name, last.name, first.name])
+    watcher.watch(OTHER, [first.name])
+    first.end()
+    assert await told(ended) == OTHER  # so the loop has heard of the first's end
+    await asyncio.sleep(0)
+    assert ended.empty()
+    last.end()
+    assert await told(ended) == PEER
+
+
+async def test_one_that_had_ended_before_is_not_awaited(
+    watcher: Watcher, ended: asyncio.Queue[Identity], sleepers: list[Sleeper]
+) -> None:
+    first, last = sleepers
+    first.end()
+    watcher.watch(PEER, [first.name, last.name])
+    assert ended.empty()
+    last.end()
+    assert await told(ended) == PEER
+
+
+async def test_what_has_ended_is_told_at_once(
+    watcher: Watcher, ended: asyncio.Queue[Identity], sleepers: list[Sleeper]
+) -> None:
+    for sleeper in sleepers:
+        sleeper.end()
+    watcher.watch(PEER, [sleeper.name for sleeper in sleepers])
     assert ended.get_nowait() == PEER
 
 
@@ -77,26 +126,86 @@ async def test_a_later_process_with_its_number_is_another(
     watcher: Watcher, ended: asyncio.Queue[Identity]
 ) -> None:
     name, _, started = this_process().rpartition("/")
-    watcher.watch(PEER, f"{name}/{int(started) - 1}")
+    watcher.watch(PEER, [f"{name}/{int(started) - 1}"])
     assert ended.get_nowait() == PEER
-    watcher.watch(OTHER, this_process())
+    watcher.watch(OTHER, [this_process()])
     assert ended.empty()
+
+
+HOST = liveness.host()
 
 
 @pytest.mark.parametrize(
-    "name", ["", "nonsense", "/", "a/b/c/d", f"another boot/pid:[1]/{os.getpid()}/1", "x/-5/1"]
+    "name",
+    [
+        "",
+        "nonsense",
+        "/",
+        "a/b/c/d",
+        f"another boot/pid:[1]/{os.getpid()}/1",
+        "x/-5/1",
+        f"{HOST}/-5/1",
+        f"{HOST}/0/1",
+        f"{HOST}/²/1",
+        f"{HOST}/{10**30}/1",
+        f"{HOST}/1/",
+    ],
 )
 async def test_nothing_is_told_of_what_lives_elsewhere(
-    watcher: Watcher, ended: asyncio.Queue[Identity], name: str
+    watcher: Watcher, ended: asyncio.Queue[Identity], sleepers: list[Sleeper], name: str
 ) -> None:
-    watcher.watch(PEER, name)
+    """Nor of a peer that has one process elsewhere, or one without a name."""
+    here = sleepers[0]
+    here.end()
+    watcher.watch(PEER, [name])
+    watcher.watch(PEER, [here.name, name])
+    watcher.watch(PEER, [name, here.name])
+    assert ended.empty()
+    watcher.watch(PEER, [])
     assert ended.empty()
 
 
-async def test_a_closed_watcher_tells_nothing(ended: asyncio.Queue[Identity]) -> None:
-    sleeper, watcher = Sleeper(), Watcher(ended.put_nowait)
-    watcher.watch(PEER, sleeper.name)
+async def test_what_the_system_does_not_say_is_no_end(
+    watcher: Watcher,
+    ended: asyncio.Queue[Identity],
+    sleepers: list[Sleeper],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A living process whose entry can't be read is not taken for another one."""
+    before = descriptors()
+
+    started = liveness._started
+    pids = {sleeper.process.pid for sleeper in sleepers}
+    hidden = set(pids)
+
+    def seen(pid: int) -> str:
+        if pid in hidden:
+            raise FileNotFoundError(f"/proc/{pid}/stat")
+        return started(pid)
+
+    monkeypatch.setattr(liveness, "_started", seen)
+    names = [sleeper.name for sleeper in sleepers]
+    for these in (*({pid} for pid in pids), pids):
+        hidden = these
+        watcher.watch(PEER, names)
+        assert ended.empty()
+        assert descriptors() == before
+    for sleeper in sleepers:
+        sleeper.end(reap=False)
+    watcher.watch(PEER, names)
+    assert ended.get_nowait() == PEER
+    assert descriptors() == before
+
+
+async def test_a_closed_watcher_tells_nothing(
+    ended: asyncio.Queue[Identity], sleepers: list[Sleeper]
+) -> None:
+    watcher = Watcher(ended.put_nowait)
+    before = descriptors()
+    watcher.watch(PEER, [sleeper.name for sleeper in sleepers])
     watcher.close()
-    sleeper.end()
+    assert descriptors() == before
+    for sleeper in sleepers:
+        sleeper.end()
     await asyncio.sleep(0)
     assert ended.empty()

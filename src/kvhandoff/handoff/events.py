@@ -130,6 +130,8 @@ class LoadAllocated:
 
     load: HandoffKey
     blocks: tuple[int, ...]
+    """As many as the chain has. Of a read they may be fewer, but one more than are cached at least: what
+    matches beyond them is not read."""
     cached_blocks: int
 
 
@@ -200,7 +202,7 @@ class PeerGone:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The process of this life has ended, for certain: the operating system says so. A fence."""
+    """Every process of this life has ended, for certain: the operating system says so. A fence."""
 
     peer: Identity
 
@@ -270,11 +272,11 @@ class DisconnectPeer:
 
 @dataclass(frozen=True, slots=True)
 class WatchPeer:
-    """Have the operating system tell when this life's process ends (`PeerDied`), if it can; again is
-    no-op."""
+    """Have the operating system tell when the last of this life's processes has ended (`PeerDied`), if it
+    can; again is a no-op."""
 
     peer: Identity
-    process: str
+    processes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@
     QUEUED       fenced                                     miss: why                              (none)
     QUEUED       no sign of life in time                    miss: push_timeout, release            (none)
     QUEUED       source gone, it seems                      miss: why, release                     (none)
-    QUEUED       source's process has ended                 miss: epoch_changed                    (none)
+    QUEUED       source's processes have ended              miss: epoch_changed                    (none)
     ALLOCATED    progress, source is up                     send grant                             GRANTED
     ALLOCATED    progress, no peer yet                      -                                      ALLOCATED
     ALLOCATED    source is up, and heard                    send grant                             GRANTED
@@ -31,7 +31,7 @@
     ALLOCATED    fenced                                     miss: why, free                        (none)
     ALLOCATED    no sign of life in time                    miss: push_timeout, free, release      (none)
     ALLOCATED    source gone, it seems                      miss: why, free, release               (none)
-    ALLOCATED    source's process has ended                 miss: epoch_changed, free              (none)
+    ALLOCATED    source's processes have ended              miss: epoch_changed, free              (none)
     GRANTED      progress                                   -                                      GRANTED
     GRANTED      renewal due                                send grant                             GRANTED
     GRANTED      commit, ranks are missing                  -                                      GRANTED
@@ -42,7 +42,7 @@
     GRANTED      fenced                                     miss: why, free                        (none)
     GRANTED      no sign of life in time                    miss: push_timeout, send revoke        QUARANTINED
     GRANTED      source gone, it seems                      miss: why, send revoke                 QUARANTINED
-    GRANTED      source's process has ended                 miss: epoch_changed, free              (none)
+    GRANTED      source's processes have ended              miss: epoch_changed, free              (none)
     QUARANTINED  retry due                                  send revoke                            QUARANTINED
     QUARANTINED  fence overdue                              noted: fence_overdue                   QUARANTINED
     QUARANTINED  fenced                                     free                                   (none)
@@ -51,7 +51,7 @@
     QUARANTINED  hello of the source's next life,           send revoke                            QUARANTINED
                  elsewhere
     QUARANTINED  hello of another, or from the known place  -                                      QUARANTINED
-    QUARANTINED  source's process has ended                 free                                   (none)
+    QUARANTINED  source's processes have ended              free                                   (none)
 
 Misuse, refused with ValueError: QUEUED, ALLOCATED, GRANTED, QUARANTINED: wanted; ALLOCATED, GRANTED,
 QUARANTINED: allocated.
@@ -185,13 +185,16 @@ class GrantLedger:
         return [*self._peers.wanted(now, event.offer.control_address, source), self._grant(now, push)]
 
     def allocated(self, now: float, event: LoadAllocated) -> list[Effect]:
-        """The engine has blocks for the prompt. Raises ValueError when it had some already, or the wrong
-        number."""
+        """The engine has blocks for the prompt. Raises ValueError when it had some already, and for more or
+        fewer than the chain has: a grant stands for the whole prompt."""
         push = self._of(event.load)
         if push is None:
             raise ValueError(f"load {event.load} had blocks, which are in quarantine")
-        if push.blocks is not None or len(event.blocks) != push.chain.n_blocks:
-            raise ValueError(f"load {push.key}: {len(event.blocks)} blocks, {push.blocks} before")
+        if push.blocks is not None:
+            raise ValueError(f"load {push.key} has blocks already: {push.blocks}")
+        if len(event.blocks) != push.chain.n_blocks:
+            allowed = f"as many as the chain has, {push.chain.n_blocks}"
+            raise ValueError(f"load {push.key}: got {len(event.blocks)} blocks, allowed are {allowed}")
         push.blocks, push.cached_blocks = event.blocks, event.cached_blocks
         push.retry_s = self._settings.retry_s
         return [self._grant(now, push)]
@@ -268,7 +271,7 @@ class GrantLedger:
         return [e for push in self._at(address) for e in self._miss(now, push, reason, detail)]
 
     def peer_died(self, life: Identity) -> list[Effect]:
-        """The source's process has ended, for certain: a fence."""
+        """All processes of the source have ended, for certain: a fence."""
         pushes = [*self._pushes.values(), *(entry.push for entry in self._quarantine.values())]
         over = [push for push in pushes if push.offer.source == life]
         why = Reason.EPOCH_CHANGED, f"{life} has ended"

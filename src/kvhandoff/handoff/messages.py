@@ -14,7 +14,7 @@ from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.spans import Span
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class OfferRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +60,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     data_plane: str
     """`nixl` or `shm`."""
     data_plane_metadata: bytes
-    process: str = ""
-    """Names the sender's process to the operating system of its host, so that a peer on the same host learns
-    for certain when it has ended; empty where that can't be."""
+    processes: tuple[str, ...] = ()
+    """All processes of the sender that may write or read a peer's memory, as the operating system of their
+    host knows them: a peer on the same host learns for certain when the last of them has ended. Empty where
+    that can't be."""
     nonce: int = 0
     """Counts the sender's handshakes; repeated in the answer, so that a former life's is known."""
 

@@ -167,7 +167,8 @@ class HandoffNode:
             case Refused():
                 return self._peers_changed(now, self.peers.refused(envelope.reply_to, body))
             case WrongEpoch():
-                # An engine id is given to one process after the other: this one lives, so that one has ended.
+                # A life answers only when each of its processes holds the engine's name, and none gives it up
+                # before its end (docs/protocol.md): this life answers, so that one has ended.
                 proven = body.wanted.engine_id == sender.engine_id and body.wanted != sender
                 if proven:
                     return self._over(now, body.wanted)
@@ -193,7 +194,7 @@ class HandoffNode:
                 return self.grants.fenced(now, sender, body)
 
     def _over(self, now: float, life: Identity) -> list[Effect]:
-        """The process of this life has ended, for certain."""
+        """All processes of this life have ended, for certain."""
         return [*self.grants.peer_died(life), *self._peers_changed(now, self.peers.over(life))]
 
     def _lost(self, now: float, peer: Identity) -> list[Effect]:

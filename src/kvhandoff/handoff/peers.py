@@ -22,12 +22,13 @@
     UP          transfer failed, none in flight    disconnect, tell: peer_lost  (none)
     UP          transfer failed, others in flight  -                            UP
     any         hello, compatible                  watch, send welcome          same
-    any         hello that names no process        send welcome                 same
+    any         hello that leaves a process out    send welcome                 same
     any         hello that differs                 send refused                 same
 
 Told are the loads and the grants that wait for the peer, or use it. A hello is answered whatever the state:
 answering keeps nothing. Its sender may write here once it is welcome, so that the operating system is asked
-to tell of its end, which fences.
+to tell of the end of all its processes, which fences. The end of some is none: another may still write. So
+nothing is asked for when a process has no name.
 """
 
 from __future__ import annotations
@@ -229,7 +230,9 @@ class PeerBook:
 
 
 def _watch(life: Identity, hello: Hello) -> list[Effect]:
-    return [WatchPeer(life, hello.process)] if hello.process else []
+    """Each of its processes may write, so that one without a name could outlive all that are watched."""
+    named = bool(hello.processes) and all(hello.processes)
+    return [WatchPeer(life, hello.processes)] if named else []
 
 
 def _next_time(peer: Peer) -> float:

@@ -44,7 +44,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     (none)       allocated                              free                                (none)
     NO_BLOCKS    allocated, nothing to read yet         -                                   READY
     NO_BLOCKS    allocated, a read may begin            post the read                       POSTED
-    NO_BLOCKS    allocated, the wrong number            ValueError                          NO_BLOCKS
+    NO_BLOCKS    allocated, too many or none to fill    ValueError                          NO_BLOCKS
     NO_BLOCKS    no blocks in time                      miss: queue_timeout, release        (none)
     NO_BLOCKS    declined, or the source is gone        miss: why                           (none)
     NO_BLOCKS    dropped                                release                             (none)
@@ -85,7 +85,8 @@ allocated.
 
 "A read may begin" when its claim is granted; before that, when the offer is described as the request's own
 chain and no fence of an earlier read is owed. What a read has landed counts while its claim is trusted: until
-(its asking + lease − margin).
+(its asking + lease − margin). Where there are fewer blocks than the chain has, what matches beyond them is
+neither read nor loaded.
 
 Rules of docs/protocol.md upheld here: *right KV or none*: `_resolve` is the only place that says `Loaded`;
 *no use after free* of one's own targets: `_let_go` frees only what no posted transfer can still reach;
@@ -139,7 +140,8 @@ class _Read:
     trust_until: float = 0.0
     # transfer
     blocks: tuple[int, ...] | None = None
-    """None: NO_BLOCKS. All prompt blocks; those from `cached_blocks` on belong to the ledger."""
+    """None: NO_BLOCKS. The prompt's blocks, or its first ones; those from `cached_blocks` on belong to the
+    ledger."""
     cached_blocks: int = 0
     read_deadline: float | None = None
     """None until POSTED."""
@@ -148,6 +150,13 @@ class _Read:
     @property
     def targets(self) -> tuple[int, ...]:
         return () if self.blocks is None else self.blocks[self.cached_blocks :]
+
+    @property
+    def tokens(self) -> int:
+        """How many leading tokens it brings, those cached here included: those that match (all, while the
+        claim has no answer), as far as there are blocks for them. Such a cut falls between blocks."""
+        matched = self.chain.n_tokens if self.matched_tokens is None else self.matched_tokens
+        return min(matched, len(self.blocks or ()) * self.chain.block_size)
 
     @property
     def in_flight(self) -> bool:
@@ -220,16 +229,21 @@ class ReadLedger:
         return self._ask(now, read)
 
     def allocated(self, now: float, event: LoadAllocated) -> list[Effect]:
-        """The engine has blocks for the prompt; a read that has ended meanwhile needs none. Raises ValueError
-        when it had some already, or the wrong number."""
+        """The engine has blocks for the prompt, or for as much of it as the read can bring; a read that has
+        ended meanwhile needs none. Raises ValueError when it had some already, for more blocks than the chain
+        has, and for none to read into."""
         if event.load in self._quarantine:
             raise ValueError(f"load {event.load} had blocks, which are in quarantine")
         read = self._reads.get(event.load)
         if read is None:
             targets = event.blocks[event.cached_blocks :]
             return [FreeBlocks(targets)] if targets else []
-        if read.blocks is not None or len(event.blocks) != read.chain.n_blocks:
-            raise ValueError(f"load {read.key}: {len(event.blocks)} blocks, {read.blocks} before")
+        if read.blocks is not None:
+            raise ValueError(f"load {read.key} has blocks already: {read.blocks}")
+        if not 0 <= event.cached_blocks < len(event.blocks) <= read.chain.n_blocks:
+            got = f"{len(event.blocks)} blocks, {event.cached_blocks} of them cached"
+            allowed = f"more than are cached, and at most the chain's {read.chain.n_blocks}"
+            raise ValueError(f"load {read.key}: got {got}, allowed are {allowed}")
         read.blocks, read.cached_blocks = event.blocks, event.cached_blocks
         return self._post(now, read)
 
@@ -362,10 +376,10 @@ class ReadLedger:
         if any(first < 0 or count < 1 or first + count > peer.num_blocks for first, count in spans):
             detail = f"{spans} is not within the {peer.num_blocks} blocks of {offer.source}"
             return self._miss(now, read, Reason.BAD_REFERENCE, detail)
-        tokens = read.chain.n_tokens if read.matched_tokens is None else read.matched_tokens
+        tokens = read.tokens
         gained = tokens - read.cached_blocks * read.chain.block_size
         if gained < read.min_tokens:
-            detail = f"{tokens} of {read.chain.n_tokens} tokens match, {gained} more than are cached here"
+            detail = f"{tokens} of {read.chain.n_tokens} tokens to be had, {gained} more than are cached here"
             reason = Reason.ALREADY_CACHED if gained < 1 else Reason.RETURN_TOO_SHORT
             return self._miss(now, read, reason, detail)
         end = -(-tokens // read.chain.block_size)
@@ -385,11 +399,11 @@ class ReadLedger:
             return self._miss(
                 now, read, Reason.LEASE_LAPSED, f"the bytes came {late:.3f} s after the claim's lease"
             )
-        if read.matched_tokens <= read.cached_blocks * read.chain.block_size:
-            detail = f"{read.matched_tokens} of {read.chain.n_tokens} tokens match, as many are cached here"
+        if read.tokens <= read.cached_blocks * read.chain.block_size:
+            detail = f"{read.tokens} of {read.chain.n_tokens} tokens match, as many are cached here"
             return self._miss(now, read, Reason.ALREADY_CACHED, detail)
         del self._reads[read.key]
-        return [Loaded(read.key, read.matched_tokens), self._release(read, done=True)]
+        return [Loaded(read.key, read.tokens), self._release(read, done=True)]
 
     def _expire(self, now: float, read: _Read) -> list[Effect]:
         if read.in_flight and now >= (read.read_deadline or 0.0):

@@ -8,6 +8,7 @@ never runs ahead of the engine. So a ticket ends early rather than late, and no 
 from __future__ import annotations
 
 import hmac
+import threading
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from hashlib import blake2b, sha256
 from typing import Literal
@@ -102,12 +103,15 @@ class TicketKey:
 
 
 class TicketGate:
-    """One engine's check of tickets: for this life, in time, and once per leg and attempt."""
+    """One engine's check of tickets: for this life, in time, and once per leg and attempt. Any thread may
+    ask."""
 
     def __init__(self, key: TicketKey, me: Identity) -> None:
         self._key = key
         self._me = me
         self._seen: dict[tuple[str, HandoffKey], float] = {}
+        self._lock = threading.Lock()
+        """Of two threads with one ticket, one is admitted."""
 
     def admit(self, signed: object, now: float) -> Ticket:
         """The ticket, if this engine may obey it now (`now`: its own clock). Raises BadTicket."""
@@ -116,11 +120,12 @@ class TicketGate:
             raise BadTicket(f"ticket is for {ticket.audience}, this engine is {self._me}")
         if now > ticket.not_after:
             raise BadTicket(f"ticket ran out {now - ticket.not_after:.1f} s ago")
-        self._seen = {use: until for use, until in self._seen.items() if until >= now}
         use = (ticket.leg, ticket.key)
-        if use in self._seen:
-            raise BadTicket(f"ticket for the {ticket.leg} leg of {ticket.key} was used before")
-        self._seen[use] = ticket.not_after
+        with self._lock:
+            self._seen = {seen: until for seen, until in self._seen.items() if until >= now}
+            if use in self._seen:
+                raise BadTicket(f"ticket for the {ticket.leg} leg of {ticket.key} was used before")
+            self._seen[use] = ticket.not_after
         return ticket
 
 

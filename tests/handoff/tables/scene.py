@@ -50,7 +50,7 @@ def hello(**other: Any) -> msg.Hello:
         "num_blocks": 100,
         "data_plane": "toy",
         "data_plane_metadata": b"memory",
-        "process": "process",
+        "processes": ("process",),
     }
     return msg.Hello(**{**facts, **other})
 

@@ -170,10 +170,12 @@ def unusable(s: Grants, at: str, how: str) -> ev.Event:
     return ev.PeerConnected(P, "no route")
 
 
-@row("QUEUED", "allocated, the wrong number")
-def allocated_wrongly(s: Grants) -> ev.Event:
+@row("QUEUED", "allocated, the wrong number", blocks=TARGETS[:2])
+@row("QUEUED", "allocated, the wrong number", blocks=(*TARGETS, 23))
+def allocated_wrongly(s: Grants, blocks: tuple[int, ...]) -> ev.Event:
+    """A grant stands for the whole prompt, unlike a read."""
     s.arrive("QUEUED")
-    return ev.LoadAllocated(LOAD, TARGETS[1:], 0)
+    return ev.LoadAllocated(LOAD, blocks, 0)
 
 
 @row("QUEUED", "no blocks in time")
@@ -249,7 +251,7 @@ def source_gone(s: Grants, event: Kind, at: str) -> ev.Event:
 def each_end(arrange: Callable[..., ev.Event]) -> Callable[..., ev.Event]:
     for at in ("QUEUED", "ALLOCATED", "GRANTED", "QUARANTINED"):
         for event in (ev.PeerDied, msg.WrongEpoch):
-            row(at, "source's process has ended", event=event)(arrange)
+            row(at, "source's processes have ended", event=event)(arrange)
     return arrange
 
 

@@ -151,14 +151,13 @@ def one_failed(s: Peers) -> ev.Event:
     return s.probe(ev.ReadFailed)
 
 
-@row("any", "hello, compatible")
-def greeted(s: Peers) -> ev.Event:
-    return s.got(hello(nonce=1), P)
-
-
-@row("any", "hello that names no process")
-def greeted_from_afar(s: Peers) -> ev.Event:
-    return s.got(hello(nonce=1, process=""), P)
+@row("any", "hello, compatible", processes=("process",))
+@row("any", "hello, compatible", processes=("core", "rank 0", "rank 1"))
+@row("any", "hello that leaves a process out", processes=())
+@row("any", "hello that leaves a process out", processes=("",))
+@row("any", "hello that leaves a process out", processes=("core", "", "rank 1"))
+def greeted(s: Peers, processes: tuple[str, ...]) -> ev.Event:
+    return s.got(hello(nonce=1, processes=processes), P)
 
 
 @row("any", "hello that differs")

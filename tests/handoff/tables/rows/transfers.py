@@ -27,25 +27,32 @@ row = partial(table.row, "reads.transfer")
 # ------------------------------------------------------------------------------- transfer: to the posting
 
 
-@row("NO_BLOCKS", "allocated, nothing to read yet")
-def allocated(s: Transfers) -> ev.Event:
+@row("NO_BLOCKS", "allocated, nothing to read yet", blocks=3, cached=0)
+@row("NO_BLOCKS", "allocated, nothing to read yet", blocks=2, cached=1)
+def allocated(s: Transfers, blocks: int, cached: int) -> ev.Event:
     s.asked(HISTORY)
-    return s.probe(ev.LoadAllocated)
+    return ev.LoadAllocated(LOAD, TARGETS[:blocks], cached)
 
 
-@row("NO_BLOCKS", "allocated, a read may begin", granted=False)
-@row("NO_BLOCKS", "allocated, a read may begin", granted=True)
-def allocated_and_posted(s: Transfers, *, granted: bool) -> ev.Event:
+@row("NO_BLOCKS", "allocated, a read may begin", granted=False, blocks=3)
+@row("NO_BLOCKS", "allocated, a read may begin", granted=True, blocks=3)
+@row("NO_BLOCKS", "allocated, a read may begin", granted=False, blocks=1)
+@row("NO_BLOCKS", "allocated, a read may begin", granted=True, blocks=1)
+def allocated_and_posted(s: Transfers, *, granted: bool, blocks: int) -> ev.Event:
     s.asked(HISTORY if granted else None)
     if granted:
         s.do(s.granted())
-    return s.probe(ev.LoadAllocated)
+    return ev.LoadAllocated(LOAD, TARGETS[:blocks], 0)
 
 
-@row("NO_BLOCKS", "allocated, the wrong number")
-def allocated_wrongly(s: Transfers) -> ev.Event:
+@row("NO_BLOCKS", "allocated, too many or none to fill", blocks=(20, 21, 22, 23), cached=0)
+@row("NO_BLOCKS", "allocated, too many or none to fill", blocks=(), cached=0)
+@row("NO_BLOCKS", "allocated, too many or none to fill", blocks=(20, 21), cached=2)
+@row("NO_BLOCKS", "allocated, too many or none to fill", blocks=(20, 21, 22), cached=3)
+@row("NO_BLOCKS", "allocated, too many or none to fill", blocks=(20, 21), cached=-1)
+def allocated_wrongly(s: Transfers, blocks: tuple[int, ...], cached: int) -> ev.Event:
     s.arrive("NO_BLOCKS")
-    return ev.LoadAllocated(LOAD, TARGETS[1:], 0)
+    return ev.LoadAllocated(LOAD, blocks, cached)
 
 
 @row("NO_BLOCKS", "no blocks in time")
@@ -67,28 +74,32 @@ def peer_comes_up_for_a_transfer(s: Transfers) -> ev.Event:
 
 
 @row("READY", "granted", debt=False)
+@row("READY", "granted", debt=False, blocks=2)
 @row("READY", "granted", debt=True)
-def granted_for_a_transfer(s: Transfers, *, debt: bool) -> ev.Event:
+def granted_for_a_transfer(s: Transfers, *, debt: bool, blocks: int = 3) -> ev.Event:
     """With a fence owed nothing is posted before the grant, whatever was described."""
     if debt:
         s.debt(overdue=False)
         s.do(s.probe(ev.ReadWanted))
         s.do(s.probe(ev.LoadAllocated))
     else:
-        s.ready()
+        s.ready(blocks=blocks)
     return s.granted()
 
 
-@row("READY", "granted, nothing gained")
-def nothing_gained(s: Transfers) -> ev.Event:
-    s.ready(cached=1)
+@row("READY", "granted, nothing gained", blocks=3)
+@row("READY", "granted, nothing gained", blocks=2)
+def nothing_gained(s: Transfers, blocks: int) -> ev.Event:
+    s.ready(cached=1, blocks=blocks)
     return s.granted(matched=4)
 
 
-@row("READY", "granted, little gained")
-def little_gained(s: Transfers) -> ev.Event:
-    s.ready(min_tokens=8)
-    return s.granted(matched=4)
+@row("READY", "granted, little gained", matched=4, blocks=3)
+@row("READY", "granted, little gained", matched=12, blocks=1)
+def little_gained(s: Transfers, matched: int, blocks: int) -> ev.Event:
+    """Little matches, or little of what matches has blocks."""
+    s.ready(min_tokens=8, blocks=blocks)
+    return s.granted(matched)
 
 
 @row("READY", "granted, blocks that are none", spans=((98, 3),))
@@ -121,8 +132,9 @@ def landed(s: Transfers) -> ev.Event:
 
 @row("POSTED", "landed while trusted", matched=12)
 @row("POSTED", "landed while trusted", matched=8)
-def landed_in_time(s: Transfers, matched: int) -> ev.Event:
-    s.posted()
+@row("POSTED", "landed while trusted", matched=12, blocks=2)
+def landed_in_time(s: Transfers, matched: int, blocks: int = 3) -> ev.Event:
+    s.posted(blocks=blocks)
     s.do(s.granted(matched))
     return s.probe(ev.ReadLanded)
 
@@ -203,9 +215,10 @@ def claim_runs_out(s: Transfers, at: str, *, granted: bool = False) -> ev.Event:
     return ev.Tick()
 
 
-@row("LANDED", "granted")
-def granted_at_last(s: Transfers) -> ev.Event:
-    s.landed()
+@row("LANDED", "granted", blocks=3)
+@row("LANDED", "granted", blocks=2)
+def granted_at_last(s: Transfers, blocks: int) -> ev.Event:
+    s.landed(blocks=blocks)
     return s.granted()
 
 

@@ -90,17 +90,17 @@ class Reads(Scene):
 
     # the transfer's states, the claim being ASKED
 
-    def ready(self, cached: int = 0, min_tokens: int = 1) -> None:
-        """With blocks, of an offer that gives no cause to begin before the grant."""
+    def ready(self, cached: int = 0, min_tokens: int = 1, blocks: int = 3) -> None:
+        """With so many blocks, of an offer that gives no cause to begin before the grant."""
         self.asked(HISTORY, min_tokens=min_tokens)
-        self.do(ev.LoadAllocated(LOAD, TARGETS, cached))
+        self.do(ev.LoadAllocated(LOAD, TARGETS[:blocks], cached))
 
-    def posted(self, cached: int = 0) -> None:
+    def posted(self, cached: int = 0, blocks: int = 3) -> None:
         self.asked()
-        self.do(ev.LoadAllocated(LOAD, TARGETS, cached))
+        self.do(ev.LoadAllocated(LOAD, TARGETS[:blocks], cached))
 
-    def landed(self, cached: int = 0) -> None:
-        self.posted(cached)
+    def landed(self, cached: int = 0, blocks: int = 3) -> None:
+        self.posted(cached, blocks)
         self.do(ev.ReadLanded(LOAD))
 
     def quarantined(self) -> None:
