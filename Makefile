@@ -1,16 +1,30 @@
-# The two commands: `make run` and `make test`. Both set up .venv on first use.
+# The two commands: `make run` and `make test`. Both set up what they need on first use: .venv, and for the tests
+# with vLLM engines .venv-vllm.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+VLLM   := .venv-vllm
 
-.PHONY: run test lint types check format clean
+.PHONY: run test test-main test-vllm vllm-env lint types check format clean
 
 run: $(READY)
 	$(BIN)/kvhandoff up $(ARGS)
 
-test: $(READY)
-	$(BIN)/pytest
+test: test-main test-vllm
+
+test-main: $(READY)
+	$(BIN)/pytest --ignore tests/vllm
+
+# Stock vLLM engines; $KVHANDOFF_VLLM_PYTHON names another environment's Python.
+test-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
+	$(BIN)/pytest tests/vllm
+
+# Tried again each time while vLLM can't be installed.
+vllm-env: $(VLLM)/.ready
+
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt scripts/vllm_env.sh
+	PYTHON=$(PYTHON) scripts/vllm_env.sh
 
 lint: $(READY)
 	$(BIN)/ruff check .

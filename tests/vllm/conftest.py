@@ -1,0 +1,104 @@
+"""vLLM engines for the tests of this folder: a pair for each model, started when it is first asked for.
+
+Where vLLM can't be had, all of them are skipped, and the last lines of the run say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.vllm import models
+from tests.vllm.engines import VllmEngine
+from tests.vllm.environment import Environment, find
+from tests.vllm.pair import Pair
+
+FULL = os.environ.get("KVHANDOFF_VLLM") == "full"
+"""By hand: as many requests and deaths as it takes to be sure."""
+
+ENVIRONMENT = find()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs engines where there are none."""
+    if ENVIRONMENT.python is None:
+        for item in items:
+            if "engines" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.skip(reason=f"no vLLM: {ENVIRONMENT.why_not}"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say it where nobody overlooks it."""
+    if ENVIRONMENT.python is None:
+        terminalreporter.write_line(f"vLLM tests skipped: {ENVIRONMENT.why_not}", yellow=True)
+
+
+@asynccontextmanager
+async def running_pair(
+    environment: Environment,
+    model_dir: Path,
+    logs: Path,
+    **options: Any,
+) -> AsyncIterator[Pair]:
+    """A prefill and a decode engine, warm; both are started at once."""
+    key = f"vLLM tests {os.getpid()}".encode()
+    timeout = aiohttp.ClientTimeout(total=120.0)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        p, d = (
+            VllmEngine(role, environment, model_dir, key, logs / f"{role}.log", session, **options)
+            for role in ("prefill", "decode")
+        )
+        pair = Pair(p, d, session, key)
+        try:
+            p.launch()
+            d.launch()
+            await asyncio.gather(p.ready(), d.ready())
+            # The first steps compile kernels; no lease should have to cover that.
+            await asyncio.gather(*(pair.alone(pair.tokens(100), 2, engine) for engine in pair.engines))
+            yield pair
+        finally:
+            await asyncio.gather(p.stop(), d.stop())
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Pair]:
+    """The pair of one model; tests are grouped by it, so that two engines run at a time."""
+    model_dir = {"gqa": models.gqa, "mla": models.mla}[request.param]()
+    async with running_pair(ENVIRONMENT, model_dir, tmp_path_factory.mktemp(request.param)) as pair:
+        yield pair
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    """The pair, both engines up; when the test is over they still are, and hold nothing."""
+    for engine in engines.engines:
+        if not engine.alive:  # a test before this one has failed
+            await engine.stop()
+            await engine.start()
+    before = [await engine.identity() for engine in engines.engines]
+    engines.restarted = False
+    yield engines
+    assert engines.restarted or before == [await engine.identity() for engine in engines.engines]
+    await engines.settled()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """A failed test shows the end of its engines' logs."""
+    report = yield
+    if report.failed:
+        pair = getattr(item, "funcargs", {}).get("engines")
+        if isinstance(pair, Pair):
+            for engine in pair.engines:
+                report.sections.append((f"log of the {engine.role} engine", engine.tail()))
+    return report

@@ -1,0 +1,140 @@
+"""Clients that leave, in each state: the engines go on, and every block comes back (field cases 18b, 23, 29).
+
+An engine whose core meets a report that it doesn't expect ends itself: the `pair` fixture sees that no engine
+has started anew, and that both hold nothing afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvhandoff.core.records import EngineState
+from tests.vllm.engines import VllmEngine, eventually
+from tests.vllm.marks import both, gqa
+from tests.vllm.pair import Answered, Pair, new_key
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def seen(pair: Pair, engine: VllmEngine, condition: Callable[[EngineState], bool]) -> None:
+    """Wait until an engine's state says so."""
+
+    async def holds() -> bool:
+        return condition(await engine.state())
+
+    await eventually(holds, 20.0, pair.where)
+
+
+@asynccontextmanager
+async def leaving(request: Awaitable[Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """A client that closes its connection at the end of the block."""
+    task = asyncio.ensure_future(request)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def right_again(pair: Pair) -> None:
+    """Both ways work as before."""
+    for forward in (pair.pull, pair.push):
+        question = await pair.question(150)
+        answer = await forward(question.prompt)
+        assert answer.token_ids == question.expected
+        assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == 150
+
+
+@both
+async def test_leaves_while_a_grant_waits(pair: Pair) -> None:
+    """The decode engine has named blocks to a writer that has not begun."""
+    key = new_key()
+    async with leaving(pair.decode_push(pair.tokens(200), key=key)):
+        await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
+    await seen(pair, pair.d, lambda state: state.blocks.granted == state.loading == 0)
+    await pair.settled()
+    await right_again(pair)
+
+
+@gqa
+async def test_leaves_while_its_prompt_is_written(pair: Pair) -> None:
+    """Both legs run, and the destination's client goes away."""
+    for _ in range(4):
+        key, prompt = new_key(), pair.tokens(1000)
+        async with leaving(pair.prefill(prompt, key=key, push=True)) as source:
+            async with leaving(pair.decode_push(prompt, key=key)):
+                await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
+                await seen(pair, pair.p, lambda state: state.running > 0)
+            answer: Answered = await source
+            assert answer.status == 200
+    await right_again(pair)
+
+
+@both
+async def test_leaves_while_it_reads(pair: Pair) -> None:
+    """The source does not answer the claim: its processes stand still."""
+    question = await pair.question(200)
+    prefilled = await pair.prefill(question.prompt)
+    pair.p.freeze()
+    try:
+        async with leaving(pair.decode(question.prompt, prefilled.offer)):
+            await seen(pair, pair.d, lambda state: state.blocks.loading > 0)
+        await seen(pair, pair.d, lambda state: state.loading == state.running == state.waiting == 0)
+        other = await pair.question(100)  # the engine core has met nothing that it didn't expect
+        assert (await pair.local(other.prompt, retain=None)).token_ids == other.expected
+    finally:
+        pair.p.thaw()
+    await right_again(pair)
+
+
+@gqa
+async def test_source_stands_still(pair: Pair) -> None:
+    """Nobody leaves; the request is computed when its source has been silent for long enough."""
+    question = await pair.question(200)
+    prefilled = await pair.prefill(question.prompt)
+    pair.p.freeze()
+    try:
+        answer = await pair.decode(question.prompt, prefilled.offer)
+    finally:
+        pair.p.thaw()
+    assert answer.token_ids == question.expected
+    record = await pair.d.record(answer.key.handoff_id)
+    assert (record.transferred_tokens, len(record.reasons)) == (0, 1)
+    await right_again(pair)
+
+
+@gqa
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+async def test_leaves_while_the_prompt_is_computed(pair: Pair, push: bool) -> None:
+    """Field case 7: a prefill leg that ends early offers nothing, and its destination computes."""
+    for _ in range(4):
+        question = await pair.question(900)
+        key = new_key()
+        async with leaving(pair.prefill(question.prompt, key=key, push=push)):
+            if push:
+                waits = asyncio.ensure_future(pair.decode_push(question.prompt, key=key))
+            await seen(pair, pair.p, lambda state: state.running > 0)
+            pair.p.freeze()  # so that the leg is not over before its client is
+        pair.p.thaw()
+        if push:
+            assert (await waits).token_ids == question.expected
+    await right_again(pair)
+
+
+@gqa
+async def test_leave_all_at_once(pair: Pair) -> None:
+    """More than the engines run at a time, each at another point of its way."""
+    prompts = [pair.tokens(tokens) for tokens in (40, 900, 300, 200, 700, 33, 600, 150, 500, 250, 800, 64)]
+    async with contextlib.AsyncExitStack() as stack:
+        for index, prompt in enumerate(prompts):
+            await stack.enter_async_context(leaving((pair.push if index % 2 else pair.pull)(prompt)))
+        await seen(pair, pair.d, lambda state: state.running + state.waiting + state.loading > 2)
+    await pair.settled()
+    await right_again(pair)
