@@ -23,6 +23,7 @@ from benchmarks.paths import _check_lengths, _options
 
 from kvhandoff.core.ids import new_handoff_id
 from kvhandoff.core.phases import Phase
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import Path
 from kvhandoff.router.records import Draft, RequestRecord
 from tests.tinymodels import cached_tiny_model
@@ -34,7 +35,7 @@ EACH = {phase: 2.0**index for index, phase in enumerate(Phase)}
 
 def record(asked: Path, phases: dict[str, float], **changes: Any) -> RequestRecord:
     """Of a request that was served as asked, unless changed."""
-    draft = Draft(new_handoff_id(), chat=False, requested_path=asked, on_reason=print)
+    draft = Draft(new_handoff_id(), endpoint=Endpoint.COMPLETIONS, requested_path=asked, on_reason=print)
     served: dict[str, Any] = {"path": asked, "attempts": 1, "status": 200, "phases": phases, "bytes": 800}
     served["kv_source"] = "local" if asked == "local" else "transferred"
     return msgspec.structs.replace(draft.record(), **served | changes)

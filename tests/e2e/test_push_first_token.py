@@ -20,7 +20,7 @@ import pytest_asyncio
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.messages import OfferRef
-from kvhandoff.router.legs import prefill_fields
+from kvhandoff.router.legs import ROWS, Rewriting
 from tests.cluster import MODEL, until
 from tests.e2e.pushes import Pushing, pushing
 from tests.e2e.stage import BLOCK
@@ -83,7 +83,7 @@ class Asked:
     def prefill_leg(self) -> dict[str, Any]:
         """The prefill leg's fields, as the router writes them."""
         raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in self.body.items()}
-        fields = prefill_fields(raw)
+        fields = Rewriting(ROWS).prefill(raw)
         return {name: msgspec.json.decode(bytes(value)) for name, value in fields.items()}
 
 

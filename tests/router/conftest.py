@@ -106,17 +106,21 @@ def cluster() -> Callable[..., Any]:
 
     @asynccontextmanager
     async def start(
-        prefill: int = 1, decode: int = 1, timeouts: dict[str, float] | None = None, **config: Any
+        prefill: int = 1,
+        decode: int = 1,
+        timeouts: dict[str, float] | None = None,
+        make: type[MockEngine] = MockEngine,
+        **config: Any,
     ) -> AsyncIterator[Cluster]:
         async with AsyncExitStack() as stack:
-            prefills = [MockEngine("prefill", f"p{i}") for i in range(prefill)]
-            decodes = [MockEngine("decode", f"d{i}" * 2) for i in range(decode)]
+            prefills = [make("prefill", f"p{i}") for i in range(prefill)]
+            decodes = [make("decode", f"d{i}" * 2) for i in range(decode)]
             for engine in prefills + decodes:
                 await engine.start()
                 stack.push_async_callback(engine.kill)
             settings = RouterConfig(
-                prefill=tuple(engine.url for engine in prefills),
-                decode=tuple(engine.url for engine in decodes),
+                prefill=tuple(engine.address for engine in prefills),
+                decode=tuple(engine.address for engine in decodes),
                 cluster_key=config.pop("cluster_key", CLUSTER_KEY),
                 port=0,
                 poll_interval_s=config.pop("poll_interval_s", 60.0),

@@ -90,7 +90,8 @@ class MockEngine:
         self.port = 0
         self.state_script: Callable[[], Awaitable[None]] | None = None
         self.withdraw_script: Callable[[], Awaitable[None]] | None = None
-        self._runner: web.AppRunner | None = None
+        self.integration: Literal["embedded", "vllm"] = "embedded"
+        self._runners: list[web.AppRunner] = []
         self.new_life()
 
     def new_life(self) -> None:
@@ -105,35 +106,48 @@ class MockEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def address(self) -> str:
+        """What the router is told."""
+        return self.url
+
     async def start(self) -> None:
+        self.port = await self.listen(self.port, self.pages() + self.server())
+
+    def pages(self) -> list[web.RouteDef]:
+        """For the router."""
+        return [
+            web.get("/internal/state", self._state),
+            web.post("/internal/withdraw", self._withdraw),
+            web.post("/internal/yield", self._yield),
+            web.post("/internal/peers", self._peers),
+        ]
+
+    def server(self) -> list[web.RouteDef]:
+        """For legs."""
+        return [web.post(path, self._leg) for path in ("/v1/completions", "/v1/chat/completions")]
+
+    async def listen(self, port: int, routes: list[web.RouteDef]) -> int:
+        """Serve them; returns the port."""
         app = web.Application(client_max_size=2**26)
-        app.add_routes(
-            [
-                web.get("/internal/state", self._state),
-                web.post("/internal/withdraw", self._withdraw),
-                web.post("/internal/yield", self._yield),
-                web.post("/internal/peers", self._peers),
-                web.post("/v1/completions", self._leg),
-                web.post("/v1/chat/completions", self._leg),
-            ]
-        )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
+        app.add_routes(routes)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        self._runners.append(runner)
+        return int(runner.addresses[0][1])
 
     async def kill(self) -> None:
         """As `kill -9`: nothing listens, all connections are reset."""
-        if self._runner is None:
-            return
-        runner, self._runner = self._runner, None
-        for site in list(runner.sites):
-            await site.stop()
-        assert runner.server is not None
-        for connection in list(runner.server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-        await runner.cleanup()
+        runners, self._runners = self._runners, []
+        for runner in runners:
+            for site in list(runner.sites):
+                await site.stop()
+            assert runner.server is not None
+            for connection in list(runner.server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await runner.cleanup()
 
     async def restart(self) -> None:
         """Another life at the same port."""
@@ -182,6 +196,7 @@ class MockEngine:
             ),
             records=self.records[after:],
             cursor=len(self.records),
+            integration=self.integration,
         )
         return web.Response(body=msgspec.json.encode(state), content_type="application/json")
 

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.router.body import parse_body, summarize
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
 
-def summary(*, chat: bool = False, **fields: Any) -> RequestSummary:
-    return summarize(parse_body(msgspec.json.encode(fields)), chat=chat)
+def summary(endpoint: Endpoint = Endpoint.COMPLETIONS, **fields: Any) -> RequestSummary:
+    return summarize(parse_body(msgspec.json.encode(fields)), endpoint)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_anything_is_parsed_or_refused(raw: bytes) -> None:
         fields = parse_body(raw)
     except RequestError:
         return
-    assert isinstance(summarize(fields, chat=False), RequestSummary)
-    assert isinstance(summarize(fields, chat=True), RequestSummary)
+    for endpoint in Endpoint:
+        assert isinstance(summarize(fields, endpoint), RequestSummary)
 
 
 JSON = st.recursive(
@@ -57,9 +58,9 @@ FIELDS = ["model", "prompt", "messages", "stream", "echo", "logprobs", "prompt_l
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.booleans())
-def test_any_types_are_summarized(fields: dict[str, Any], chat: bool) -> None:
-    made = summary(chat=chat, **fields)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from(Endpoint))
+def test_any_types_are_summarized(fields: dict[str, Any], endpoint: Endpoint) -> None:
+    made = summary(endpoint, **fields)
     assert made.prompt_bound >= 0
     assert made.prompts >= 0
     assert made.stream is (fields.get("stream") is True)
@@ -89,7 +90,7 @@ def test_prompt(prompt: Any, prompts: int, bound: int) -> None:
 
 def test_chat_counts_the_messages_json() -> None:
     messages = [{"role": "user", "content": "hi"}]
-    made = summary(chat=True, messages=messages, prompt=["a", "b"])
+    made = summary(Endpoint.CHAT, messages=messages, prompt=["a", "b"])
     assert (made.prompts, made.prompt_bound) == (1, len(msgspec.json.encode(messages)))
 
 

@@ -15,15 +15,24 @@ from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router.body import parse_body, summarize
 from kvhandoff.router.conversations import Conversations, Names, names_of
+from kvhandoff.router.endpoints import Endpoint
 from tests.router.engines import key_of
 from tests.router.test_body import JSON
 
+CHAT = Endpoint.CHAT
 D = Identity(EngineId("d"), Epoch("1"))
 
 
-def names(headers: dict[str, str] | None = None, *, chat: bool = True, **fields: Any) -> Names:
+def names(
+    headers: dict[str, str] | None = None, *, endpoint: Endpoint = Endpoint.CHAT, **fields: Any
+) -> Names:
     parsed = parse_body(msgspec.json.encode({"model": "m", **fields}))
-    return names_of(parsed, CIMultiDict(headers or {}), summarize(parsed, chat=chat))
+    return names_of(parsed, CIMultiDict(headers or {}), summarize(parsed, endpoint))
+
+
+def named(conversation: object) -> Names:
+    """Of a completion, whose prompt doesn't name it."""
+    return names(endpoint=Endpoint.COMPLETIONS, conversation_id=conversation)
 
 
 def history(handoff_id: str, source: Identity = D) -> HistoryRef:
@@ -68,6 +77,16 @@ def test_what_tells_conversations_apart(other: dict[str, Any]) -> None:
     assert index.find(names(**asked | other), everybody) is None
 
 
+def test_a_response_s_input_names_its_conversation() -> None:
+    turn = names(endpoint=Endpoint.RESPONSES, input=["a", "b"])
+    index = Conversations(10)
+    index.remember(turn, history("1"))
+    found = names(endpoint=Endpoint.RESPONSES, input=["a", "b", "c", "d"])
+    assert index.find(found, everybody) == history("1")
+    assert not names(endpoint=Endpoint.RESPONSES, input="a")  # no list of items to begin another one
+    assert not names(endpoint=Endpoint.RESPONSES, messages=["a"])
+
+
 def test_salt_and_name_do_not_run_together() -> None:
     one = names(cache_salt="a", conversation_id="bc")
     assert one.explicit != names(cache_salt="ab", conversation_id="c").explicit
@@ -86,28 +105,30 @@ def test_the_most_particular_name_is_taken() -> None:
 
 
 def test_no_name() -> None:
-    assert not names(chat=False)
-    assert not names(chat=False, messages=["a"], conversation_id="")
-    assert not names(chat=False, conversation_id=7)
+    assert not names(endpoint=Endpoint.COMPLETIONS)
+    assert not names(endpoint=Endpoint.COMPLETIONS, messages=["a"], conversation_id="")
+    assert not named(7)
     assert not names(messages=7)
     assert names(messages=["a"])
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(JSON, JSON, JSON, st.booleans())
-def test_any_types(messages: Any, conversation: Any, salt: Any, chat: bool) -> None:
-    made = names(chat=chat, messages=messages, conversation_id=conversation, cache_salt=salt)
+@given(JSON, JSON, JSON, st.sampled_from(Endpoint))
+def test_any_types(messages: Any, conversation: Any, salt: Any, endpoint: Endpoint) -> None:
+    made = names(endpoint=endpoint, messages=messages, conversation_id=conversation, cache_salt=salt)
     assert (made.explicit is not None) is (isinstance(conversation, str) and conversation != "")
-    assert len(made.messages) == (len(messages) if chat and isinstance(messages, list) else 0)
+    assert len(made.messages) == (
+        len(messages) if endpoint is Endpoint.CHAT and isinstance(messages, list) else 0
+    )
 
 
 def test_bounded_and_least_recently_used_first() -> None:
     index = Conversations(3)
     for number in range(3):
-        index.remember(names(chat=False, conversation_id=str(number)), history(str(number)))
-    assert index.find(names(chat=False, conversation_id="0"), everybody) == history("0")
-    index.remember(names(chat=False, conversation_id="3"), history("3"))
-    found = [index.find(names(chat=False, conversation_id=str(n)), everybody) is not None for n in range(4)]
+        index.remember(named(str(number)), history(str(number)))
+    assert index.find(named("0"), everybody) == history("0")
+    index.remember(named("3"), history("3"))
+    found = [index.find(named(str(n)), everybody) is not None for n in range(4)]
     assert found == [True, False, True, True]
     for number in range(100):
         index.remember(names(messages=[number], conversation_id=str(number)), history(str(number)))
@@ -145,7 +166,7 @@ def test_accounts() -> None:
 
 def test_a_later_turn_takes_the_name() -> None:
     index = Conversations(10)
-    name = names(chat=False, conversation_id="1")
+    name = named("1")
     index.remember(name, history("1"))
     index.remember(name, history("2"))
     assert index.find(name, everybody) == history("2")

@@ -8,6 +8,7 @@ from kvhandoff.core.clock import ManualClock
 from kvhandoff.core.ids import HandoffId, HandoffKey
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.router.body import parse_body, summarize
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.records import Draft
 
@@ -18,11 +19,16 @@ def exchange(clock: ManualClock) -> Exchange:
     return Exchange(
         request=request,
         fields=fields,
-        summary=summarize(fields, chat=False),
+        summary=summarize(fields, Endpoint.COMPLETIONS),
         headers={},
         clock=clock,
         timer=PhaseTimer(clock),
-        draft=Draft(HandoffId("h"), chat=False, requested_path="auto", on_reason=lambda reason: None),
+        draft=Draft(
+            HandoffId("h"),
+            endpoint=Endpoint.COMPLETIONS,
+            requested_path="auto",
+            on_reason=lambda reason: None,
+        ),
     )
 
 

@@ -39,8 +39,8 @@ class Fixture:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=1))
         )
         settings = RouterConfig(
-            prefill=tuple(engine.url for engine in prefill),
-            decode=tuple(engine.url for engine in decode),
+            prefill=tuple(engine.address for engine in prefill),
+            decode=tuple(engine.address for engine in decode),
             cluster_key=CLUSTER_KEY,
             **({"poll_interval_s": 60.0} | config),
         )

@@ -9,11 +9,11 @@ import pytest
 
 from kvhandoff.router.answers import TicketParams
 from kvhandoff.router.body import parse_body
-from kvhandoff.router.legs import REWRITING, decode_fields, leg_body, leg_headers, prefill_fields
+from kvhandoff.router.legs import RESPONSES_ROWS, ROWS, Rewriting, Rows, leg_body, leg_headers
 
 ABSENT = object()
 
-ROWS: list[tuple[str, Any, Any, Any]] = [
+WANTED: list[tuple[str, Any, Any, Any]] = [
     # field, the client's, the prefill leg's, the decode leg's
     ("max_tokens", 500, 1, 500),
     ("max_completion_tokens", 500, ABSENT, 500),
@@ -57,6 +57,10 @@ ROWS: list[tuple[str, Any, Any, Any]] = [
     ("prompt_cache_key", "mine", ABSENT, ABSENT),
     ("request_id", "mine", ABSENT, ABSENT),
     ("kv_transfer_params", {"remote_host": "169.254.169.254"}, ABSENT, ABSENT),
+    ("ec_transfer_params", {"remote_host": "169.254.169.254"}, ABSENT, ABSENT),
+    ("logprob_token_ids", [5], ABSENT, [5]),
+    ("return_token_offsets", True, ABSENT, True),
+    ("return_prompt_text", True, ABSENT, True),
     # no row: kept
     ("messages", [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}], None),
     ("prompt", "hi", "hi", "hi"),
@@ -66,18 +70,45 @@ ROWS: list[tuple[str, Any, Any, Any]] = [
 ]
 
 
-def rewritten(**client: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    fields = parse_body(msgspec.json.encode(client))
-    legs = prefill_fields(fields), decode_fields(fields)
+OF_RESPONSES: list[tuple[str, Any, Any, Any]] = [
+    ("max_output_tokens", 500, 1, 500),
+    ("max_tokens", 500, 500, 500),  # unknown there
+    ("store", True, False, False),
+    ("include", ["message.output_text.logprobs"], ABSENT, ["message.output_text.logprobs"]),
+    ("text", {"format": {"type": "json_object"}}, ABSENT, {"format": {"type": "json_object"}}),
+    ("input", "hi", "hi", "hi"),
+    ("instructions", "be kind", "be kind", "be kind"),
+    ("reasoning", {"effort": "low"}, {"effort": "low"}, {"effort": "low"}),
+]
+
+
+def rewritten(rows: Rows = ROWS, **client: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    fields, table = parse_body(msgspec.json.encode(client)), Rewriting(rows)
+    legs = table.prefill(fields), table.decode(fields)
     prefill, decode = (msgspec.json.decode(leg_body(leg, None)) for leg in legs)
     return prefill, decode
 
 
 def test_every_row_has_a_test() -> None:
-    assert set(REWRITING) <= {name for name, *_ in ROWS}
+    assert set(ROWS) <= {name for name, *_ in WANTED}
+    changed = {name for name, row in RESPONSES_ROWS.items() if ROWS.get(name) != row}
+    assert changed <= {name for name, *_ in OF_RESPONSES}
 
 
-@pytest.mark.parametrize(("name", "client", "prefill", "decode"), ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(("name", "client", "prefill", "decode"), OF_RESPONSES)
+def test_row_of_responses(name: str, client: Any, prefill: Any, decode: Any) -> None:
+    p, d = rewritten(RESPONSES_ROWS, **{name: client})
+    assert p.get(name, ABSENT) == prefill
+    assert d.get(name, ABSENT) == decode
+
+
+def test_a_response_s_prefill_leg_makes_one_token() -> None:
+    p, d = rewritten(RESPONSES_ROWS, input="hi", stream=True)
+    assert p == {"input": "hi", "max_output_tokens": 1, "stream": False, "store": False}
+    assert d == {"input": "hi", "stream": True, "store": False}
+
+
+@pytest.mark.parametrize(("name", "client", "prefill", "decode"), WANTED, ids=[row[0] for row in WANTED])
 def test_row(name: str, client: Any, prefill: Any, decode: Any) -> None:
     p, d = rewritten(**{name: client})
     assert p.get(name, ABSENT) == prefill
@@ -115,13 +146,13 @@ def test_min_tokens_is_capped_only_if_it_is_a_number(client: Any, prefill: Any) 
 def test_the_client_s_fields_are_not_changed() -> None:
     fields = parse_body(b'{"max_tokens":5,"kv_transfer_params":{}}')
     before = dict(fields)
-    prefill_fields(fields)
+    Rewriting(ROWS).prefill(fields)
     assert fields == before
 
 
 def test_params_take_the_client_s_place() -> None:
     params = TicketParams("payload.signature", msgspec.Raw(b"[1,2]"))
-    body = leg_body(decode_fields(parse_body(b'{"kv_transfer_params":{"a":1},"n":2}')), params)
+    body = leg_body(Rewriting(ROWS).decode(parse_body(b'{"kv_transfer_params":{"a":1},"n":2}')), params)
     assert body == b'{"n":2,"kv_transfer_params":{"ticket":"payload.signature","prompt_token_ids":[1,2]}}'
     body = leg_body({}, TicketParams("payload.signature"))
     assert body == b'{"kv_transfer_params":{"ticket":"payload.signature"}}'

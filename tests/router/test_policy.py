@@ -6,6 +6,7 @@ import pytest
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import (
     HOLDER_LEAD,
     EngineView,
@@ -29,7 +30,7 @@ def engine(url: str, **fields: Any) -> EngineView:
 def request(**fields: Any) -> RequestSummary:
     values: dict[str, Any] = {
         "model": "m",
-        "chat": False,
+        "endpoint": Endpoint.COMPLETIONS,
         "stream": False,
         "prompts": 1,
         "prompt_bound": 100,

@@ -12,6 +12,7 @@ from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.records import Draft, LegRef, Records, RequestRecord
 
 P = Identity(EngineId("p"), Epoch("1"))
@@ -33,7 +34,7 @@ class Log:
         )
 
     def open(self, handoff_id: str = ID, *, pull: bool = True) -> Draft:
-        draft = self.records.open(HandoffId(handoff_id), chat=True, requested_path="auto")
+        draft = self.records.open(HandoffId(handoff_id), endpoint=Endpoint.CHAT, requested_path="auto")
         key = HandoffKey(HandoffId(handoff_id), 0)
         draft.path = "pull" if pull else "local"
         draft.prefill = LegRef(key, P) if pull else None
@@ -318,7 +319,7 @@ def test_account_that_is_closed_a_moment_late() -> None:
 
 def test_running_and_refused_requests() -> None:
     log = Log()
-    draft = log.records.open(ID, chat=False, requested_path="auto")
+    draft = log.records.open(ID, endpoint=Endpoint.COMPLETIONS, requested_path="auto")
     assert draft.record().status is None
     assert draft.record().incomplete
     draft.walls = {Phase.ROUTE: 0.25}
@@ -339,7 +340,7 @@ def test_bounded() -> None:
 def test_found_by_any_of_its_names() -> None:
     log = Log()
     draft = log.open()
-    for name in ("h", "cmpl-h", "chatcmpl-h"):
+    for name in ("h", "cmpl-h", "chatcmpl-h", "resp_h"):
         assert log.records.get(name) is draft
     assert log.records.get("other") is None
 

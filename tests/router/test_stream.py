@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.stream import FirstContent, Passage
+
+CHAT = Endpoint.CHAT
 
 ROLE = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TEXT = 'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"日"}}]}\n\n'.encode()
@@ -43,7 +46,7 @@ TEXT = 'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"日"}
     ],
 )
 def test_event(event: bytes, found: bool) -> None:
-    assert FirstContent().feed(event) is found
+    assert FirstContent(CHAT).feed(event) is found
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -51,7 +54,7 @@ def test_event(event: bytes, found: bool) -> None:
 def test_any_cut(cuts: list[int]) -> None:
     raw = ROLE + TEXT
     edges = [0, *sorted(cuts), len(raw)]
-    scan = FirstContent()
+    scan = FirstContent(CHAT)
     for start, end in pairwise(edges):
         # Found with the end of the line that holds it, and not a byte before.
         assert scan.feed(raw[start:end]) is (end >= len(raw) - 1)
@@ -84,7 +87,7 @@ async def test_every_piece_moves_the_deadline() -> None:
     idle: Any = Idle()
     content: Any = Content()
     request: Any = None
-    passage = Passage(request, "decode engine d", {}, lambda: None, lambda: None, lambda: None)
+    passage = Passage(request, CHAT, "decode engine d", {}, lambda: None, lambda: None, lambda: None)
     passage.response = fake
     await passage._carry_on(b"a", content, idle, 5.0)
     assert fake.written == b"abc"
@@ -94,7 +97,7 @@ async def test_every_piece_moves_the_deadline() -> None:
 
 
 def test_a_line_without_end_is_not_collected_for_ever() -> None:
-    scan = FirstContent()
+    scan = FirstContent(CHAT)
     fed = 0
     while not scan.feed(b"x" * 2**16):
         fed += 2**16

@@ -50,4 +50,4 @@ def completion_id(handoff_id: str, *, chat: bool) -> str:
 
 def handoff_id_of(completion: str) -> HandoffId:
     """The handoff id inside a response's `id`; a bare handoff id is returned as it is."""
-    return HandoffId(re.sub(r"^(chatcmpl|cmpl)-", "", completion))
+    return HandoffId(re.sub(r"^(chatcmpl-|cmpl-|resp_)", "", completion))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from aiohttp import web
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import unavailable
+from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import HistoryRef
-from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations, names_of
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.legs import leg_headers
@@ -52,8 +53,10 @@ class Admission:
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
         raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
         fields = parse_body(raw)
-        summary = summarize(fields, chat=draft.chat)
-        self._check_model(fields)
+        if draft.endpoint is Endpoint.RESPONSES:
+            check_stateless(fields)
+        summary = summarize(fields, draft.endpoint)
+        self._check_model(fields, draft.endpoint)
         draft.model = summary.model
         x = Exchange(
             request=request,
@@ -115,13 +118,16 @@ class Admission:
         if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path in ("pull", "push"):
             tolerate_miss(self._config, f"no prefill engine for {x.summary.model!r} is healthy", reason)
 
-    def _check_model(self, fields: Fields) -> None:
+    def _check_model(self, fields: Fields, endpoint: Endpoint) -> None:
         served = self._fleet.models()
         if not served:
             raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
         model = read_model(fields, ", ".join(sorted(served)))
         if model not in served:
             raise unknown_model(model, served)
+        if endpoint is Endpoint.RESPONSES and not self._fleet.serves_responses(model):
+            why = f"{endpoint.path}: the engines of {model!r} don't serve it; {Endpoint.CHAT.path} they do"
+            raise RequestError(why, status=501, code="unsupported_endpoint")
 
 
 def tolerate_miss(config: RouterConfig, why: str, reason: Reason) -> None:

@@ -17,8 +17,9 @@ from kvhandoff.router.side import read_error
 
 FailureKind = Literal["refused", "not_sent", "ticket_refused", "broken", "late"]
 """`refused`: nothing listens there; `not_sent`: no connection for another cause, such as a burst that a live
-engine has not accepted yet; `ticket_refused`: 403 bad_ticket; `broken`: reset, 5xx, or an unusable answer;
-`late`: a deadline. After the first three the engine has not begun anything (field case 15)."""
+engine has not accepted yet; `ticket_refused`: bad_ticket, as a 403 or in a vLLM engine's answer; `broken`:
+reset, 5xx, or an unusable answer; `late`: a deadline. After the first three the engine has not begun anything
+for a ticket (field case 15)."""
 
 
 class LegFailed(Exception):
@@ -81,12 +82,21 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: _PrefillParams
 
 
+class _Refusal(msgspec.Struct):
+    error: str
+
+
+class _RefusedAnswer(msgspec.Struct):
+    kv_transfer_params: _Refusal
+
+
 class _AnyAnswer(msgspec.Struct):
     id: str | None = None
 
 
 _any_answer = msgspec.json.Decoder(_AnyAnswer)
 _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
+_refused_answer = msgspec.json.Decoder(_RefusedAnswer)
 
 _MISSES = frozenset(reason.value for reason in Reason)
 """Error codes of an engine that was told to answer with an error when the KV can't be used."""
@@ -103,11 +113,25 @@ def read_prefilled(engine: Engine, key: HandoffKey, answer: Answer) -> Prefilled
     try:
         params = _prefill_answer.decode(answer.body).kv_transfer_params
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        refusal = _read_refusal(answer)
+        if refusal == "bad_ticket":
+            why = "it did not obey the ticket, and served the leg like anybody's"
+            raise LegFailed(engine, "ticket_refused", why) from error
+        if refusal is not None:
+            raise LegFailed(engine, "broken", f"it made no offer: {refusal}") from error
         why = f"its answer has no usable kv_transfer_params ({error}); does it run a handoff agent?"
         raise LegFailed(engine, "broken", why) from error
     if params.offer is not None and params.offer.key != key:
         raise LegFailed(engine, "broken", f"it answered {key} with an offer of {params.offer.key}")
     return Prefilled(params.offer, params.prompt_token_ids)
+
+
+def _read_refusal(answer: Answer) -> str | None:
+    """Why a vLLM engine made no offer: its connector can't refuse a request, so it says so in the answer."""
+    try:
+        return _refused_answer.decode(answer.body).kv_transfer_params.error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def read_response_id(answer: Answer) -> str | None:

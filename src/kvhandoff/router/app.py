@@ -17,6 +17,7 @@ from kvhandoff.router.admission import Admission
 from kvhandoff.router.body import unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.metrics import RouterMetrics
@@ -56,8 +57,9 @@ class Front:
     def routes(self) -> list[web.RouteDef]:
         """All endpoints."""
         return [
-            web.post("/v1/chat/completions", self.chat_completions),
-            web.post("/v1/completions", self.completions),
+            web.post(Endpoint.CHAT.path, self.chat_completions),
+            web.post(Endpoint.COMPLETIONS.path, self.completions),
+            web.post(Endpoint.RESPONSES.path, self.responses),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
             web.get("/v1/handoffs", self.running),
@@ -95,12 +97,17 @@ class Front:
         self._records.add_legs(legs)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        with self._metrics.in_flight.track_inprogress():
-            return await self._relay.answer(request, chat=True)
+        return await self._answer(request, Endpoint.CHAT)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Endpoint.COMPLETIONS)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Endpoint.RESPONSES)
+
+    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         with self._metrics.in_flight.track_inprogress():
-            return await self._relay.answer(request, chat=False)
+            return await self._relay.answer(request, endpoint)
 
     async def models(self, request: web.Request) -> web.Response:
         """The fleet's models, as OpenAI lists them."""

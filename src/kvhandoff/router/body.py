@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvhandoff.core.errors import RequestError, invalid
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
 Fields = dict[str, msgspec.Raw]
@@ -45,15 +46,15 @@ _SHOWN = 80
 """Characters of a bad value's JSON in a message."""
 
 
-def summarize(fields: Fields, *, chat: bool) -> RequestSummary:
+def summarize(fields: Fields, endpoint: Endpoint) -> RequestSummary:
     """What the policies need to know. A field of a wrong type counts as absent: the engine refuses it."""
-    if chat:
-        prompts, bound = 1, _size(fields, "messages")
-    else:
+    if endpoint is Endpoint.COMPLETIONS:
         prompts, bound = _measure_prompt(fields)
+    else:
+        prompts, bound = 1, _size(fields, endpoint.input_field) + _size(fields, "instructions")
     return RequestSummary(
         model=read_text(fields, "model"),
-        chat=chat,
+        endpoint=endpoint,
         stream=_is_true(fields, "stream"),
         prompts=prompts,
         prompt_bound=bound,
@@ -77,6 +78,21 @@ def _measure_prompt(fields: Fields) -> tuple[int, int]:
     if first in (b'"', b"["):
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw])), size
     return 1, raw.count(b",") + (first != b"]")
+
+
+def check_stateless(fields: Fields) -> None:
+    """A response must be answerable by any engine, and at once. Raises RequestError (400)."""
+    for name, why in _STATEFUL.items():
+        if _given(fields, name):
+            value = bytes(fields[name]).decode(errors="replace")[:_SHOWN]
+            raise RequestError(f"{name}: got {value}, allowed is null: {why}", param=name)
+
+
+_STATEFUL = {
+    "previous_response_id": "no response is stored; send the conversation in input",
+    "conversation": "no conversation is stored; send it in input",
+    "background": "no response is stored to be fetched later",
+}
 
 
 def _size(fields: Fields, name: str) -> int:

@@ -21,6 +21,7 @@ from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router.body import Fields, read_text
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
 _Name = TypeVar("_Name")
@@ -65,14 +66,16 @@ def names_of(fields: Fields, headers: Mapping[str, str], summary: RequestSummary
     name = next(filter(None, given), None)
     root = msgspec.json.encode((summary.cache_salt, summary.model))
     explicit = None if name is None else _digest(b"named", root, name.encode())
-    return Names(explicit, tuple(_fingerprints(root, fields)) if summary.chat else ())
+    return Names(explicit, tuple(_fingerprints(root, fields, summary.endpoint)))
 
 
-def _fingerprints(root: bytes, fields: Fields) -> Iterable[bytes]:
+def _fingerprints(root: bytes, fields: Fields, endpoint: Endpoint) -> Iterable[bytes]:
+    if endpoint is Endpoint.COMPLETIONS:
+        return  # a prompt doesn't say where its turns begin
     try:
-        messages = msgspec.json.decode(fields.get("messages", b"[]"), type=list[msgspec.Raw])
+        messages = msgspec.json.decode(fields.get(endpoint.input_field, b"[]"), type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return  # the engine refuses it
+        return  # the engine refuses it, or a response's input is one text
     fingerprint = _digest(b"messages", root)
     for message in messages:
         fingerprint = _digest(fingerprint, bytes(message))

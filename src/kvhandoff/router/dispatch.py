@@ -16,7 +16,6 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router.answers import (
     Answer,
-    TicketParams,
     for_client,
     network_failure,
     read_prefilled,
@@ -24,9 +23,9 @@ from kvhandoff.router.answers import (
     whole,
 )
 from kvhandoff.router.config import Timeouts
+from kvhandoff.router.dialect import dialect_of
 from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
-from kvhandoff.router.legs import decode_fields, leg_body, prefill_fields
 from kvhandoff.router.moves import Bound, Moved
 from kvhandoff.router.source import Source
 from kvhandoff.router.stream import Passage
@@ -75,7 +74,8 @@ class Dispatcher:
             push=target is not None,
             peers=addresses,
         )
-        return leg_body(prefill_fields(x.fields), TicketParams(ticket))
+        dialect = dialect_of(source.engine.integration, x.summary.endpoint)
+        return dialect.prefill(x.fields, x.draft.handoff_id, x.summary.cache_salt, ticket)
 
     async def prefill_leg(self, x: Exchange, source: Source, body: bytes) -> Answer | None:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
@@ -97,8 +97,7 @@ class Dispatcher:
         Raises RequestError when an answer that is not streamed breaks off, and Moved when an operator has
         taken the leg away.
         """
-        params = self._decode_params(x, engine)
-        body = leg_body(decode_fields(x.fields), params)
+        body = self._decode_body(x, engine)
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
         with engine.reserve():
@@ -128,7 +127,18 @@ class Dispatcher:
                 x.bound = None
         return await self._end(x, engine, passage)
 
-    def _decode_params(self, x: Exchange, engine: Engine) -> TicketParams | None:
+    def _decode_body(self, x: Exchange, engine: Engine) -> bytes:
+        """What the decode or local leg is sent."""
+        done = x.source.prefilled if x.source is not None else None
+        return dialect_of(engine.integration, x.summary.endpoint).decode(
+            x.fields,
+            x.draft.handoff_id,
+            x.summary.cache_salt,
+            self._decode_ticket(x, engine),
+            done.prompt_token_ids if done is not None else None,
+        )
+
+    def _decode_ticket(self, x: Exchange, engine: Engine) -> str | None:
         summary, source = x.summary, x.source
         if summary.prompts > 1:
             # A ticket is for one prompt; an engine without one serves each prompt alone.
@@ -140,9 +150,9 @@ class Dispatcher:
             # prompt come out of computing it.
             fetch = x.holder is not engine and not summary.prompt_logprobs
             history = x.history if fetch else None
-            return TicketParams(engine.sign("local", x.key, cache_salt=salt, history=history, retain=retain))
+            return engine.sign("local", x.key, cache_salt=salt, history=history, retain=retain)
         done = source.prefilled
-        ticket = engine.sign(
+        return engine.sign(
             "decode",
             x.key,
             cache_salt=salt,
@@ -151,7 +161,6 @@ class Dispatcher:
             retain=retain,
             on_miss=self._on_miss,
         )
-        return TicketParams(ticket, done.prompt_token_ids if done is not None else None)
 
     async def _end(self, x: Exchange, engine: Engine, passage: Passage) -> Outcome:
         if passage.broken is not None:
@@ -201,7 +210,15 @@ def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> P
 
     kept = ("Content-Type", "Cache-Control")
     headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
-    return Passage(x.request, str(engine), x.draft.headers() | headers, first_byte, first_content, done)
+    return Passage(
+        x.request,
+        x.summary.endpoint,
+        str(engine),
+        x.draft.headers() | headers,
+        first_byte,
+        first_content,
+        done,
+    )
 
 
 def _pass_on(x: Exchange, answer: Answer) -> Outcome:

@@ -96,6 +96,11 @@ class Fleet:
                 models[name] = min(longest, models.get(name, longest))
         return models
 
+    def serves_responses(self, model: str) -> bool:
+        """Whether the model's decode engines have the Responses API."""
+        states = (engine.state for engine in self.decode)
+        return any(state.model == model and state.integration == "vllm" for state in states if state)
+
     def life(self, identity: Identity) -> Engine | None:
         """The healthy decode engine that lives this life."""
         living = (engine for engine in self.decode if engine.healthy and engine.identity == identity)

@@ -55,7 +55,9 @@ class Row(NamedTuple):
 KEEP: Final = Keep()
 DROP: Final = Drop()
 
-REWRITING: Final[Mapping[str, Row]] = {
+Rows = Mapping[str, Row]
+
+ROWS: Final[Rows] = {
     # How much is generated. One token in all: the engine needs a last step to finish the prompt.
     "max_tokens": Row(Set(1)),
     # Both of these would win over max_tokens (field case 31).
@@ -78,10 +80,14 @@ REWRITING: Final[Mapping[str, Row]] = {
     "top_logprobs": Row(DROP),
     "return_token_ids": Row(DROP),
     "return_tokens_as_token_ids": Row(DROP),
+    # Refused without logprobs.
+    "logprob_token_ids": Row(DROP),
     # What is reported of the prompt. Log-probabilities of the prompt make the path local, so that none of it
     # reaches a prefill leg; a plain echo is the prompt's text, which the decode engine has.
     "prompt_logprobs": Row(DROP),
     "echo": Row(DROP),
+    "return_token_offsets": Row(DROP),
+    "return_prompt_text": Row(DROP),
     # The prefill leg's answer is one JSON body: a stream has no place for the offer (field case 35).
     "stream": Row(Set(False)),
     # Refused without stream.
@@ -116,24 +122,41 @@ REWRITING: Final[Mapping[str, Row]] = {
     "request_id": Row(DROP, DROP),
     # Never a client's (field case 60); the router puts its own ticket there.
     "kv_transfer_params": Row(DROP, DROP),
+    "ec_transfer_params": Row(DROP, DROP),
 }
 """Fields that have no row are kept on both legs: messages, prompt, model, chat_template_kwargs and so on."""
 
-_PREFILL: Final = {name: row.prefill for name, row in REWRITING.items() if not isinstance(row.prefill, Keep)}
-_DECODE: Final = {name: row.decode for name, row in REWRITING.items() if not isinstance(row.decode, Keep)}
+RESPONSES_ROWS: Final[Rows] = {
+    **ROWS,
+    # The only name of the limit there.
+    "max_tokens": Row(KEEP),
+    "max_output_tokens": Row(Set(1)),
+    # Nobody could fetch a stored response, which is why a body that needs one is refused.
+    "store": Row(Set(False), Set(False)),
+    # What is reported of the answer, and constraints on it.
+    "include": Row(DROP),
+    "text": Row(DROP),
+}
+"""Those of `/v1/responses`."""
 
 FORWARDED_HEADERS: Final = ("traceparent", "tracestate")
 """The client's headers that engines get: tracing, and nothing that could steer a transfer (field case 60)."""
 
 
-def prefill_fields(client: Fields) -> Fields:
-    """The prefill leg's body, without kv_transfer_params."""
-    return _rewrite(client, _PREFILL)
+class Rewriting:
+    """A table at work."""
 
+    def __init__(self, rows: Rows) -> None:
+        self._prefill = {name: row.prefill for name, row in rows.items() if not isinstance(row.prefill, Keep)}
+        self._decode = {name: row.decode for name, row in rows.items() if not isinstance(row.decode, Keep)}
 
-def decode_fields(client: Fields) -> Fields:
-    """The decode (or local) leg's body, without kv_transfer_params."""
-    return _rewrite(client, _DECODE)
+    def prefill(self, client: Fields) -> Fields:
+        """The prefill leg's body, without kv_transfer_params."""
+        return _rewrite(client, self._prefill)
+
+    def decode(self, client: Fields) -> Fields:
+        """The decode (or local) leg's body, without kv_transfer_params."""
+        return _rewrite(client, self._decode)
 
 
 def leg_body(fields: Fields, kv_transfer_params: msgspec.Struct | None) -> bytes:

@@ -88,8 +88,7 @@ class RouterMetrics:
 
     def count_request(self, draft: Draft) -> None:
         """One request ended."""
-        endpoint = "chat_completions" if draft.chat else "completions"
-        self._requests.labels(endpoint, draft.path or "none", str(draft.status)).inc()
+        self._requests.labels(draft.endpoint.value, draft.path or "none", str(draft.status)).inc()
 
     def count_lookup(self, *, found: bool) -> None:
         """One turn's conversation was looked up."""

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 from kvhandoff.core.errors import invalid
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router.endpoints import Endpoint
 
 Path = Literal["local", "pull", "push"]
 PathChoice = Literal["auto", "pull", "push", "local"]
@@ -65,13 +66,14 @@ class RequestSummary:
     """What a policy may know of a request."""
 
     model: str
-    chat: bool
+    endpoint: Endpoint
     stream: bool
     prompts: int
     """Prompts in the body; completions may have several."""
     prompt_bound: int
     """The prompt has about this many tokens at most: its token ids, or the bytes of its text (a token has one
-    at least); for a chat the bytes of its messages' JSON, whose roles and brackets stand for the template."""
+    at least); for a chat the bytes of its messages' JSON, whose roles and brackets stand for the template,
+    and for a response those of its input and instructions."""
     prompt_logprobs: bool
     """Log-probabilities of the prompt itself are asked for."""
     cache_salt: str

@@ -24,10 +24,11 @@ from typing import Literal
 
 import msgspec
 
-from kvhandoff.core.ids import HandoffId, HandoffKey, Identity, completion_id, handoff_id_of
+from kvhandoff.core.ids import HandoffId, HandoffKey, Identity, handoff_id_of
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import KVSource, LegRecord
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import Path, PathChoice, ReturnChoice
 
 Binding = Literal["early", "late"]
@@ -125,12 +126,12 @@ class Draft:
         self,
         handoff_id: HandoffId,
         *,
-        chat: bool,
+        endpoint: Endpoint,
         requested_path: PathChoice,
         on_reason: Callable[[Reason], None],
     ) -> None:
         self.handoff_id = handoff_id
-        self.chat = chat
+        self.endpoint = endpoint
         self.model = ""
         self.requested_path = requested_path
         self.path: Path | None = None
@@ -152,7 +153,7 @@ class Draft:
         """The client has been sent the whole of a stream."""
         self.joinable = True
         """False when the engine answers without a ticket, so that its account doesn't name this handoff."""
-        self.response_id = completion_id(handoff_id, chat=chat)
+        self.response_id = endpoint.response_id(handoff_id)
         """The `id` in the response's body."""
         self.reasons: list[Reason] = []
         self._on_reason = on_reason
@@ -302,9 +303,9 @@ class Records:
         self._on_settled = on_settled
         self._drafts: OrderedDict[str, Draft] = OrderedDict()
 
-    def open(self, handoff_id: HandoffId, *, chat: bool, requested_path: PathChoice) -> Draft:
+    def open(self, handoff_id: HandoffId, *, endpoint: Endpoint, requested_path: PathChoice) -> Draft:
         """A new request's draft."""
-        draft = Draft(handoff_id, chat=chat, requested_path=requested_path, on_reason=self._on_reason)
+        draft = Draft(handoff_id, endpoint=endpoint, requested_path=requested_path, on_reason=self._on_reason)
         self._keep(handoff_id, draft)
         return draft
 

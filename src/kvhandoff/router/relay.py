@@ -43,6 +43,7 @@ from kvhandoff.router.admission import Admission, tolerate_miss
 from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.dispatch import Dispatcher, Outcome
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
@@ -76,10 +77,10 @@ class Relay:
         self.running: dict[HandoffId, Exchange] = {}
         """Requests that have been admitted and not ended."""
 
-    async def answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """The response to a client's request; its record is closed when this returns or is cancelled."""
         timer = PhaseTimer(self._clock)
-        draft = self._records.open(new_handoff_id(), chat=chat, requested_path=self._config.path)
+        draft = self._records.open(new_handoff_id(), endpoint=endpoint, requested_path=self._config.path)
         draft.walls = timer.seconds
         status = CLIENT_LEFT
         try:
