@@ -30,7 +30,7 @@ from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.handoff.tickets import BadTicket, Ticket, TicketGate, TicketKey
 from kvhandoff.transport.control import ControlPlane
 from kvhandoff.transport.liveness import Watcher, this_process
-from kvhandoff.transport.mover import Moved, Mover
+from kvhandoff.transport.mover import BlockMover, Moved
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Name under which the model is served."""
     model_fingerprint: str
     num_blocks: int
+    processes: tuple[str, ...] = ()
+    """All that move its blocks, by `liveness.this_process`; none: this one does."""
     integration: Literal["embedded", "vllm"] = "embedded"
     about: dict[str, str] = {}
     """What people want to know of it: versions, settings."""
@@ -64,7 +66,7 @@ class HandoffAgent:
         self,
         facts: EngineFacts,
         core: EngineControl,
-        mover: Mover,
+        mover: BlockMover,
         cluster_key: bytes,
         *,
         control_bind: str = "tcp://127.0.0.1:0",
@@ -104,7 +106,7 @@ class HandoffAgent:
             num_blocks=self._facts.num_blocks,
             data_plane=self.mover.kind,
             data_plane_metadata=metadata,
-            processes=(this_process(),),
+            processes=self._facts.processes or (this_process(),),
         )
         self._node = HandoffNode(self.me, self.control_address, hello, self._settings)
 
@@ -125,6 +127,10 @@ class HandoffAgent:
         if ticket.leg not in ("prefill", "decode", "local"):
             raise BadTicket(f"a ticket to {ticket.leg} starts no request")
         return ticket
+
+    def refused(self) -> None:
+        """The integration served a request without obeying its ticket. Any thread."""
+        self._metrics.refused()
 
     def open(self, leg: KVLeg) -> None:
         """From now on the protocol's news of this leg's key are for it."""

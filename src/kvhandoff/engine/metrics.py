@@ -22,6 +22,11 @@ class EngineMetrics:
         self._reasons = Counter(
             "kvhandoff_engine_reasons", "Fallbacks and ends, by reason", ["reason", "kind"], registry=registry
         )
+        self._refused = Counter(
+            "kvhandoff_engine_tickets_refused",
+            "Requests served alone: a ticket not obeyed",
+            registry=registry,
+        )
         self._tokens = Counter(
             "kvhandoff_engine_prompt_tokens",
             "Prompt tokens, by where their KV came from",
@@ -62,6 +67,10 @@ class EngineMetrics:
     def reason(self, reason: Reason) -> None:
         """One more of this reason."""
         self._reasons.labels(reason, reason.kind).inc()
+
+    def refused(self) -> None:
+        """One more request whose ticket was not obeyed."""
+        self._refused.inc()
 
     def leg(self, record: LegRecord) -> None:
         """One leg is over."""

@@ -1,0 +1,1 @@
+"""The integration with vLLM: a KV connector for stock engines, loaded as a plugin."""

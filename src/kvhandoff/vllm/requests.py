@@ -1,0 +1,203 @@
+"""What each request's load stands at with vLLM: the one place that decides what vLLM is told of it.
+
+    state       event      action         next        why
+    ----------  ---------  -------------  ----------  ------------------------------------------------------------
+    PLAIN       ran        -              PLAIN       nothing is loaded
+    PLAIN       loaded     -              PLAIN       (late)
+    PLAIN       missed     -              PLAIN       (late)
+    PLAIN       finished   -              ENDED
+    WANTED      allocated  LEND           ALLOCATED   vLLM waits for its blocks to be filled
+    WANTED      ran        SKIP           PLAIN       the prefix cache holds enough, or the prompt is computed
+                                                      anyway
+    WANTED      missed     -              MISSED      before there were blocks: it is not asked for any more
+    WANTED      finished   -              ENDED
+    MISSED      allocated  LEND           ALLOCATED   the miss came between the match and the allocation; the
+                                                      handoff side repeats it
+    MISSED      ran        -              PLAIN
+    MISSED      missed     -              MISSED      (repeated)
+    MISSED      finished   -              ENDED
+    ALLOCATED   loaded     REPORT_LOADED  REPORTED
+    ALLOCATED   missed     REPORT_FAILED  REPORTED    vLLM gives it other blocks
+    ALLOCATED   finished   ABANDON        ENDED       vLLM keeps the blocks until the report
+    FENCING     fenced     REPORT_FAILED  REPORTED
+    FENCING     missed     -              FENCING     (repeated)
+    FENCING     finished   REPORT_ENDED   ENDED
+    REPORTED    ran        RESUME         PLAIN
+    REPORTED    loaded     -              REPORTED    (late)
+    REPORTED    missed     -              REPORTED    (repeated)
+    REPORTED    fenced     -              REPORTED
+    REPORTED    finished   -              ENDED       the report is on its way, or has been taken
+
+and, where vLLM would compute a failed load's rest in the very blocks that it was to fill (`in_place`):
+
+    ALLOCATED   missed     -              FENCING     nothing may land in them any more first
+
+vLLM's own rules, upheld by this table: a load is reported once, and only if its blocks were allocated; a second
+report, or one of a request that vLLM has forgotten, ends the engine. What belongs to no state (`allocated` when
+nothing was asked for) is an error of this package and raises ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvhandoff.engine.api import KVRequest
+from kvhandoff.vllm.leg import VllmLeg
+from kvhandoff.vllm.shapes import Request
+
+
+class LoadState(StrEnum):
+    """Of a request that vLLM knows."""
+
+    PLAIN = "plain"
+    WANTED = "wanted"
+    MISSED = "missed"
+    ALLOCATED = "allocated"
+    FENCING = "fencing"
+    REPORTED = "reported"
+    ENDED = "ended"
+
+
+class LoadEvent(StrEnum):
+    """What happens to it: the second and third come from the handoff side, the others from vLLM."""
+
+    ALLOCATED = "allocated"
+    LOADED = "loaded"
+    MISSED = "missed"
+    FENCED = "fenced"
+    RAN = "ran"
+    """It is in a step, and computes."""
+    FINISHED = "finished"
+
+
+class LoadAction(StrEnum):
+    """What follows."""
+
+    NONE = "none"
+    LEND = "lend"
+    """The awaited blocks are the handoff side's, until it says how the load went."""
+    SKIP = "skip"
+    """The handoff side hears that it isn't needed."""
+    REPORT_LOADED = "report_loaded"
+    REPORT_FAILED = "report_failed"
+    REPORT_ENDED = "report_ended"
+    ABANDON = "abandon"
+    """The handoff side hears of the end, and keeps the blocks; vLLM's wait is ended."""
+    RESUME = "resume"
+    """The request computes the rest."""
+
+
+_P, _W, _M, _A, _F, _R, _E = LoadState
+_Ev, _Do = LoadEvent, LoadAction
+
+TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadAction, LoadState]] = {
+    (_P, _Ev.RAN): (_Do.NONE, _P),
+    (_P, _Ev.LOADED): (_Do.NONE, _P),
+    (_P, _Ev.MISSED): (_Do.NONE, _P),
+    (_P, _Ev.FINISHED): (_Do.NONE, _E),
+    (_W, _Ev.ALLOCATED): (_Do.LEND, _A),
+    (_W, _Ev.RAN): (_Do.SKIP, _P),
+    (_W, _Ev.MISSED): (_Do.NONE, _M),
+    (_W, _Ev.FINISHED): (_Do.NONE, _E),
+    (_M, _Ev.ALLOCATED): (_Do.LEND, _A),
+    (_M, _Ev.RAN): (_Do.NONE, _P),
+    (_M, _Ev.MISSED): (_Do.NONE, _M),
+    (_M, _Ev.FINISHED): (_Do.NONE, _E),
+    (_A, _Ev.LOADED): (_Do.REPORT_LOADED, _R),
+    (_A, _Ev.MISSED): (_Do.REPORT_FAILED, _R),
+    (_A, _Ev.FINISHED): (_Do.ABANDON, _E),
+    (_F, _Ev.FENCED): (_Do.REPORT_FAILED, _R),
+    (_F, _Ev.MISSED): (_Do.NONE, _F),
+    (_F, _Ev.FINISHED): (_Do.REPORT_ENDED, _E),
+    (_R, _Ev.RAN): (_Do.RESUME, _P),
+    (_R, _Ev.LOADED): (_Do.NONE, _R),
+    (_R, _Ev.MISSED): (_Do.NONE, _R),
+    (_R, _Ev.FENCED): (_Do.NONE, _R),
+    (_R, _Ev.FINISHED): (_Do.NONE, _E),
+}
+IN_PLACE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadAction, LoadState]] = {
+    (_A, _Ev.MISSED): (_Do.NONE, _F),
+}
+
+_UNDER_WAY = frozenset({LoadState.WANTED, LoadState.ALLOCATED, LoadState.FENCING, LoadState.REPORTED})
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request that vLLM has, from `on_new_request` to `request_finished`."""
+
+    request: Request
+    kv: KVRequest | None = None
+    """None: a plain request."""
+    leg: VllmLeg | None = None
+    ticket: str | None = None
+    """As it came, of a request that obeys one."""
+    refused: str | None = None
+    """The code of the error that its answer carries: its ticket was not obeyed."""
+    leader: Tracked | None = None
+    """Of the sequences of one body (`n`), the first one loads the prompt; the others find it in the cache."""
+    state: LoadState = LoadState.PLAIN
+
+    local_tokens: int = 0
+    """What vLLM's own cache had for it at the last look."""
+    cached_blocks: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Loading: all blocks up to what the load can bring; then, of a growing offer, those of the last step."""
+    awaited_tokens: int = 0
+    """Loading: what it was allocated for, with the local ones."""
+    loaded_tokens: int = 0
+    """Of a load that came: how many leading tokens are in the blocks, verified."""
+    fences: set[int] = field(default_factory=set)
+    """FENCING: blocks that something may still land in."""
+
+    offered_blocks: int = 0
+    """Of a growing offer: handed over so far."""
+    offers: bool = False
+    """Whether it is still to make an offer, or to complete it."""
+    preemptions: int = 0
+
+    def want(self) -> None:
+        """It is to load its prompt, or a beginning of it."""
+        self.state = LoadState.WANTED
+
+    def take(self, event: LoadEvent, *, in_place: bool = False) -> LoadAction:
+        """Go to the next state. `in_place`: see the table. Raises ValueError for what can't happen."""
+        row = (self.state, event)
+        found = IN_PLACE.get(row) if in_place else None
+        found = found or TABLE.get(row)
+        if found is None:
+            raise ValueError(f"request {self.request.request_id}: {event} in state {self.state}")
+        action, self.state = found
+        return action
+
+    @property
+    def targets(self) -> list[int]:
+        """The blocks that a load is to fill."""
+        return self.blocks[self.cached_blocks :]
+
+    @property
+    def lends(self) -> bool:
+        """Whether vLLM waits for a report."""
+        return self.state in (LoadState.ALLOCATED, LoadState.FENCING)
+
+    @property
+    def load_under_way(self) -> bool:
+        """Whether its prompt may still come from elsewhere, and is not in the prefix cache yet."""
+        return self.state in _UNDER_WAY
+
+    def external_tokens(self, local_tokens: int, block_size: int) -> int:
+        """How many tokens a load could bring beyond `local_tokens` that the prefix cache has; 0 for too few.
+
+        The prompt's last token is computed here in any case. What comes of a history are whole blocks.
+        """
+        kv = self.kv
+        if kv is None or self.state is not LoadState.WANTED:
+            return 0
+        prompt = len(kv.prompt_token_ids)
+        reach = prompt
+        if kv.load_tokens is not None:
+            reach = min(kv.load_tokens, prompt - 1) // block_size * block_size
+        gain = min(reach, prompt - 1) - local_tokens
+        return reach - local_tokens if gain >= max(kv.load_gain, 1) else 0

@@ -1,0 +1,156 @@
+"""What an operator may set in `kv_transfer_config`, checked: names, values, and the deployments that are served."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
+from kvhandoff.transport.nixl_agent import Backend
+from kvhandoff.transport.planes import NIXL_LANES, PlaneOptions
+
+CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
+
+SUPPORTED = ((0, 29), (0, 32))
+"""The first and the last minor version of vLLM that this connector was made for."""
+
+_GENERATED_ID = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
+"""What vLLM gives as engine id when the operator names none: another one at each start."""
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_transfer_config.kv_connector_extra_config`."""
+
+    role: Literal["prefill", "decode", "both"] = "both"
+    """What the router may use this engine for."""
+    host: str = "127.0.0.1"
+    """Where the side server listens for the router, and the control plane for other engines."""
+    control_port: int = 0
+    """Of the control plane; 0 takes a free one."""
+    cluster_key_file: str | None = None
+    """File with the key that router and engines share; else $KVHANDOFF_CLUSTER_KEY."""
+    backend: Backend = "UCX"
+    """NIXL's backend."""
+    backend_options: dict[str, str] = {}
+    """The backend's own parameters, by NIXL's names."""
+    lanes: int = NIXL_LANES
+    """Transfers that run side by side, of each rank."""
+    offer_lease_s: float = HandoffSettings().offer_lease_s
+    claim_lease_s: float = HandoffSettings().claim_lease_s
+    retain_lease_s: float = HandoffSettings().retain_lease_s
+    retain_fixed_s: float = HandoffSettings().retain_fixed_s
+    min_return_tokens: int = MIN_RETURN_TOKENS
+    """With fewer to gain, a history is computed, not read."""
+
+    @property
+    def handoff(self) -> HandoffSettings:
+        """The protocol's durations."""
+        return HandoffSettings(
+            offer_lease_s=self.offer_lease_s,
+            claim_lease_s=self.claim_lease_s,
+            retain_lease_s=self.retain_lease_s,
+            retain_fixed_s=self.retain_fixed_s,
+        )
+
+    @property
+    def plane(self) -> PlaneOptions:
+        """Each rank's data plane. Raises ConfigError."""
+        return PlaneOptions(backend=self.backend, lanes=self.lanes, options=self.backend_options)
+
+    def cluster_key(self) -> bytes:
+        """The key of this cluster. Raises ConfigError when there is none."""
+        if self.cluster_key_file is not None:
+            try:
+                key = Path(self.cluster_key_file).read_bytes().strip()
+            except OSError as error:
+                raise ConfigError(
+                    f"cluster_key_file: {self.cluster_key_file} can't be read ({error.strerror})"
+                ) from error
+        else:
+            key = os.environ.get(CLUSTER_KEY_ENV, "").encode()
+        if not key:
+            raise ConfigError(
+                f"cluster key: none given; set ${CLUSTER_KEY_ENV}, or cluster_key_file in kv_connector_extra_config"
+            )
+        return key
+
+
+class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's, the same in all of its processes."""
+
+    engine_id: str
+    port: int
+    """Of the side server."""
+    extra: ExtraConfig
+
+
+def plugin_settings(vllm_config: Any) -> PluginSettings:
+    """Read `VllmConfig`. Raises ConfigError for what can't be served, naming value and allowed values."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    extra = _extra(transfer.kv_connector_extra_config)
+    _check_deployment(vllm_config)
+    port = transfer.kv_port + parallel.data_parallel_index
+    named = re.sub(r"(_dp\d+)+$", "", transfer.engine_id or "")
+    generated = not named or _GENERATED_ID.fullmatch(named)
+    engine_id = f"{extra.host}:{port}" if generated else transfer.engine_id
+    return PluginSettings(engine_id=engine_id, port=port, extra=extra)
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """vLLM's (major, minor). Raises ConfigError for one that this connector was not made for."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(found[1]), int(found[2])) if found else None
+    first, last = SUPPORTED
+    if minor is None or not first <= minor <= last:
+        allowed = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        raise ConfigError(f"vLLM: got version {version}, allowed for KVHandoffConnector is {allowed}")
+    return minor
+
+
+def _extra(given: dict[str, Any]) -> ExtraConfig:
+    try:
+        extra = msgspec.convert(given, ExtraConfig)
+    except msgspec.ValidationError as error:
+        names = ", ".join(ExtraConfig.__struct_fields__)
+        raise ConfigError(f"kv_connector_extra_config: {error}; allowed are {names}") from error
+    for name in ("offer_lease_s", "claim_lease_s", "retain_lease_s", "retain_fixed_s"):
+        if not getattr(extra, name) >= 0.1:
+            raise _refused(name, getattr(extra, name), "0.1 seconds or more")
+    if extra.min_return_tokens < 1:
+        raise _refused("min_return_tokens", extra.min_return_tokens, "1 or more")
+    if not 0 <= extra.control_port < 2**16:
+        raise _refused("control_port", extra.control_port, "0 to 65535")
+    return extra
+
+
+def _check_deployment(vllm_config: Any) -> None:
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer.kv_role != "kv_both":
+        raise _refused("kv_role", transfer.kv_role, "'kv_both': the router says per request who does what")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise _refused(name, getattr(parallel, name), "1")
+    if parallel.nnodes != 1:
+        raise _refused("nnodes", parallel.nnodes, "1: all ranks of an engine on one host")
+    ranks_of_one_server = parallel.data_parallel_size > 1 or re.search(r"_dp\d+$", transfer.engine_id or "")
+    if ranks_of_one_server and not parallel.data_parallel_external_lb:
+        raise _refused(
+            "data_parallel_size",
+            parallel.data_parallel_size,
+            "1, or one server for each rank (--data-parallel-rank): the router has to know which rank it asks",
+        )
+    if vllm_config.speculative_config is not None:
+        raise _refused("speculative_config", "one", "none")
+    if not vllm_config.model_config.disable_cascade_attn:
+        raise _refused(
+            "disable_cascade_attn", False, "True: cascade attention counts references that the handoff holds"
+        )
+
+
+def _refused(name: str, found: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name}: got {found!r}, allowed is {allowed}")
