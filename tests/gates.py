@@ -96,6 +96,10 @@ class _Held:
     real: Handle | None = None
     error: str | None = None
 
+    @property
+    def bytes(self) -> int:
+        return self.real.bytes if self.real else 0
+
 
 @dataclass
 class TransferGate:

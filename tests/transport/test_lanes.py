@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
-from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
+from kvhandoff.transport.api import WHOLE, Operation, Part, Region, TransferState, TransportError
 from kvhandoff.transport.lanes import MIN_COPIES, LanedPlane, split
 from tests.transport.processes import DEADLINE, identity
 
@@ -27,10 +27,11 @@ MANY: list[Copy] = [(2 * block, block, 1) for block in range(MIN_COPIES)]
 
 
 @dataclass
-class Part:
+class Share:
     """What a lane made of its share."""
 
     copies: list[Copy]
+    bytes: int = 1000
     state: TransferState = PENDING
     error: str | None = None
 
@@ -44,12 +45,12 @@ class ScriptedLane:
 
     kind: str = "scripted"
     calls: list[str] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Share] = field(default_factory=list)
     refuses: str | None = None
     """With what `connect` and `prepare` raise."""
     stuck: bool = False
     """`drain` raises."""
-    on_start: Callable[[Part], Any] = lambda part: None
+    on_start: Callable[[Share], Any] = lambda part: None
     interval: float | None = None
 
     @property
@@ -62,8 +63,9 @@ class ScriptedLane:
     def metadata(self) -> bytes:
         return b"facts"
 
-    def connect(self, peer: Identity, metadata: bytes) -> None:
-        self.calls.append(f"connect {peer} {metadata.decode()}")
+    def connect(self, peer: Identity, metadata: bytes, mine: Part = WHOLE, theirs: Part = WHOLE) -> None:
+        exchanged = "" if (mine, theirs) == (WHOLE, WHOLE) else f" {mine} {theirs}"
+        self.calls.append(f"connect {peer} {metadata.decode()}{exchanged}")
         self._check()
 
     def disconnect(self, peer: Identity) -> None:
@@ -73,13 +75,13 @@ class ScriptedLane:
         if self.refuses:
             raise TransportError(self.refuses)
 
-    def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> Part:
+    def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> Share:
         raise AssertionError("lanes are posted to in two steps")
 
-    def prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> Part:
+    def prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> Share:
         self.calls.append(f"prepare {operation} {peer}")
         self._check()
-        self.parts.append(Part(list(copies)))
+        self.parts.append(Share(list(copies)))
         return self.parts[-1]
 
     def start(self, handle: Any) -> None:
@@ -139,14 +141,14 @@ def test_a_transfer_of_many_is_shared_and_done_when_all_of_it_is(
         lane.parts[0].state = DONE
     assert plane.poll(handle) is DONE
     assert plane.poll(handle) is DONE
-    assert handle.error is None
+    assert (handle.error, handle.bytes) == (None, 2000)
 
 
 def test_the_parts_move_at_the_same_time_on_two_threads(plane: LanedPlane, lanes: list[ScriptedLane]) -> None:
     both = threading.Barrier(2, timeout=DEADLINE)
     threads: list[threading.Thread] = []
 
-    def start(part: Part) -> None:
+    def start(part: Share) -> None:
         both.wait()
         threads.append(threading.current_thread())
 
@@ -160,7 +162,7 @@ def test_the_parts_move_at_the_same_time_on_two_threads(plane: LanedPlane, lanes
 def test_no_lane_is_in_use_any_more_when_post_returns(plane: LanedPlane, lanes: list[ScriptedLane]) -> None:
     entered, leave, returned = threading.Event(), threading.Event(), threading.Event()
 
-    def start(part: Part) -> None:
+    def start(part: Share) -> None:
         entered.set()
         assert leave.wait(DEADLINE)
 
@@ -232,6 +234,17 @@ def test_a_peer_is_connected_on_every_lane(plane: LanedPlane, lanes: list[Script
     plane.connect(PEER, b"theirs")
     assert [lane.calls for lane in lanes] == [["connect peer@0 theirs"]] * 2
     assert (plane.kind, plane.metadata()) == ("scripted", b"facts")
+
+
+def test_of_which_it_exchanges_the_same_parts(plane: LanedPlane, lanes: list[ScriptedLane]) -> None:
+    plane.connect(PEER, b"theirs", Part(0, 1, 2), WHOLE)
+    call = "connect peer@0 theirs Part(first=0, count=1, of=2) Part(first=0, count=1, of=1)"
+    assert [lane.calls for lane in lanes] == [[call]] * 2
+
+
+def test_a_transfer_can_be_prepared_and_dropped(plane: LanedPlane, lanes: list[ScriptedLane]) -> None:
+    plane.discard(plane.prepare("read", PEER, MANY))
+    assert [lane.calls for lane in lanes] == [["prepare read peer@0", "discard"]] * 2
 
 
 @pytest.mark.parametrize("refusing", [0, 1])

@@ -32,6 +32,7 @@ PENDING: Final = TransferState.PENDING
 class ScriptedHandle:
     state: TransferState = PENDING
     error: str | None = None
+    bytes: int = 3000
     polls: int = 0
 
 

@@ -29,7 +29,7 @@ from typing import Protocol
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded.api import ModelRunner, SequenceStep
-from kvhandoff.transport.api import Region
+from kvhandoff.transport.api import HostRegion
 
 ROW_MULTIPLE = 8
 KV_MULTIPLE = 512
@@ -77,7 +77,7 @@ def _mkl_mode() -> str | None:
 class ExactRunner(ModelRunner, Protocol):
     """A runner whose blocks can be looked at."""
 
-    region: Region
+    region: HostRegion
 
 
 PROOF_TOKENS = 552

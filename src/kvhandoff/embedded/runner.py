@@ -23,23 +23,30 @@ from kvhandoff.embedded.attention import ATTENTION_NAME, PLAN_KWARG, PagedPool
 from kvhandoff.embedded.batch import pack
 from kvhandoff.embedded.linear import pack_linear_layers
 from kvhandoff.engine.fingerprint import model_fingerprint
-from kvhandoff.transport.api import Region
+from kvhandoff.transport.api import HeadRange, HostRegion, MemoryKind
+from kvhandoff.transport.pieces import side_by_side
 
 LAYOUT_ORDER = "block,layer,token,2,head,dim"
 DEFAULT_KV_BYTES = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-RegionFactory = Callable[[int, int], Region]
+RegionFactory = Callable[[int, int], HostRegion]
 """(num_blocks, block_bytes) → memory for the pool."""
 
 
 class TensorRegion:
     """A region that is a tensor: scratch memory of the self-checks, and the pool on a CUDA device."""
 
+    heads: HeadRange | None = None
+
     def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.tensor = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
+        self.pieces = (side_by_side(self.address, block_bytes),)
+        self.ranges = ((self.address, num_blocks * block_bytes),)
+        self.memory = MemoryKind.DRAM if device.type == "cpu" else MemoryKind.VRAM
+        self.device = self.tensor.device.index or 0
 
     @property
     def address(self) -> int:
@@ -57,7 +64,7 @@ class TorchRunner:
     """Implements `api.ModelRunner`; made by `load_runner`. Used by one thread at a time."""
 
     def __init__(
-        self, model: Any, layout: KVLayout, region: Region, *, exact: bool, fingerprint: str
+        self, model: Any, layout: KVLayout, region: HostRegion, *, exact: bool, fingerprint: str
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.layout = layout
@@ -142,7 +149,7 @@ def load_runner(
         pack_linear_layers(model)
     fingerprint = model_fingerprint(model_dir, layout.dtype, f"exact={exact}")
 
-    def runner_on(region: Region) -> TorchRunner:
+    def runner_on(region: HostRegion) -> TorchRunner:
         return TorchRunner(model, layout, region, exact=exact, fingerprint=fingerprint)
 
     scratch = TensorRegion(selfcheck.blocks_needed(block_size), layout.block_bytes, target)
@@ -260,7 +267,7 @@ def _num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int | None) 
     return size // layout.block_bytes
 
 
-def _pool_tensor(layout: KVLayout, region: Region) -> torch.Tensor:
+def _pool_tensor(layout: KVLayout, region: HostRegion) -> torch.Tensor:
     """`[num_blocks, layers, block_size, 2, kv_heads, head_dim]` on the region's memory."""
     if region.block_bytes != layout.block_bytes:
         raise ValueError(f"a region of {region.block_bytes}-byte blocks for blocks of {layout.block_bytes}")

@@ -8,8 +8,9 @@ engine's or a server's thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvhandoff.core.errors import KVHandoffError
 from kvhandoff.core.ids import Identity
@@ -30,15 +31,84 @@ class TransferState(StrEnum):
     FAILED = "failed"
 
 
-class Region(Protocol):
-    """One registered range of memory: `num_blocks` blocks of `block_bytes` bytes, side by side."""
+class MemoryKind(StrEnum):
+    """Where a region lies: in the host's memory, or in a GPU's."""
 
-    @property
-    def address(self) -> int: ...
+    DRAM = "dram"
+    VRAM = "vram"
+
+
+class Piece(NamedTuple):
+    """The same part of every block, e.g. one layer of it."""
+
+    address: int
+    """Of block 0's piece."""
+    stride: int
+    """Bytes from one block's piece to the next block's; at least `size`."""
+    size: int
+    """Bytes of the piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRange:
+    """`count` of a model's `total` KV heads, from `first` on."""
+
+    first: int
+    count: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What two ranks exchange of every piece: of `of` equal parts, `count` from `first` on."""
+
+    first: int
+    count: int
+    of: int
+
+
+WHOLE = Part(0, 1, 1)
+
+
+class Region(Protocol):
+    """One rank's memory: `num_blocks` blocks, each the concatenation of its pieces."""
+
     @property
     def num_blocks(self) -> int: ...
     @property
-    def block_bytes(self) -> int: ...
+    def block_bytes(self) -> int:
+        """Bytes of all pieces together."""
+        ...
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """In the same order on all engines of one layout. Blocks side by side are one piece."""
+        ...
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(address, bytes) of what is to be registered; every piece lies within one of them."""
+        ...
+
+    @property
+    def memory(self) -> MemoryKind: ...
+    @property
+    def device(self) -> int:
+        """Index of the GPU; 0 in the host's memory."""
+        ...
+
+    @property
+    def heads(self) -> HeadRange | None:
+        """Which of the model's KV heads this rank holds, head after head within each piece; None if blocks
+        aren't divided by heads: then every rank holds all of them."""
+        ...
+
+
+class HostRegion(Region, Protocol):
+    """Blocks side by side in this process's own memory."""
+
+    @property
+    def address(self) -> int: ...
     @property
     def buffer(self) -> memoryview:
         """The whole range, writable."""
@@ -51,6 +121,11 @@ class Handle(Protocol):
     @property
     def error(self) -> str | None:
         """Why it FAILED, in words; None before and otherwise."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """How many it moves between this rank and its peers."""
         ...
 
 
@@ -106,4 +181,32 @@ class DataPlane(Protocol):
 
         Raises TransportError if some can't be: then nothing is released, since their bytes may still land.
         """
+        ...
+
+
+class StagedPlane(DataPlane, Protocol):
+    """A data plane that can exchange a part of every piece with a peer, and whose `post` comes in two steps:
+    only the second moves bytes, and it may run on another thread, while nothing else uses the plane."""
+
+    def connect(self, peer: Identity, metadata: bytes, mine: Part = WHOLE, theirs: Part = WHOLE) -> None:
+        """As `DataPlane.connect`; transfers move `mine` of this region's pieces and `theirs` of the peer's.
+
+        Raises TransportError also if these differ in size, or from those of the connection there is.
+        """
+        ...
+
+    def prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> Handle:
+        """Check everything and make the transfer ready. Raises what `post` raises; no byte moves."""
+        ...
+
+    def start(self, handle: Any) -> None:
+        """Move a prepared transfer. Raises nothing: `poll` tells how it goes."""
+        ...
+
+    def discard(self, handle: Any) -> None:
+        """Let go of a prepared transfer that will not be started."""
+        ...
+
+    def drain(self, deadline: float) -> None:
+        """Wait for transfers in flight. Raises TransportError if some remain at `deadline` (monotonic)."""
         ...

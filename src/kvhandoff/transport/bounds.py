@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
-from kvhandoff.transport.api import Operation, TransportError
+from kvhandoff.transport.api import Operation, Piece, TransportError
 
 
 def oriented(
@@ -43,3 +43,18 @@ def check_block_bytes(peer: Identity, local: int, remote: int) -> None:
     """Raises TransportError if the two engines' blocks differ in size."""
     if local != remote:
         raise TransportError(f"connect {peer}: blocks have {local} bytes here, {remote} bytes there")
+
+
+def check_alike(peer: Identity, local: Sequence[Piece], remote: Sequence[Piece]) -> None:
+    """Raises TransportError unless each piece has the same size here and there."""
+    if len(local) != len(remote):
+        raise TransportError(
+            f"connect {peer}: blocks have {len(local)} pieces here, {len(remote)} pieces there"
+        )
+    check_block_bytes(peer, sum(piece.size for piece in local), sum(piece.size for piece in remote))
+    for index, (mine, theirs) in enumerate(zip(local, remote, strict=True)):
+        if mine.size != theirs.size:
+            raise TransportError(
+                f"connect {peer}: piece {index} of a block has {mine.size} bytes here, "
+                f"{theirs.size} bytes there"
+            )

@@ -15,11 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
-from kvhandoff.transport.api import DataPlane, Handle, Operation, Region, TransferState, TransportError
+from kvhandoff.transport.api import (
+    WHOLE,
+    Handle,
+    Operation,
+    Part,
+    Region,
+    StagedPlane,
+    TransferState,
+    TransportError,
+)
 
 DRAIN_S = 5.0
 """How long `close` waits for transfers in flight."""
@@ -28,43 +36,26 @@ MIN_COPIES = 128
 """Transfers of fewer copies stay on one lane: sharing them would save a millisecond or two."""
 
 
-class Lane(DataPlane, Protocol):
-    """A data plane whose `post` comes in two steps. Only the second moves bytes, and it may run on another
-    thread, while nothing else uses the lane."""
-
-    def prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> Handle:
-        """Check everything and make the transfer ready. Raises what `post` raises; no byte moves."""
-        ...
-
-    def start(self, handle: Any) -> None:
-        """Move a prepared transfer. Raises nothing: `poll` tells how it goes."""
-        ...
-
-    def discard(self, handle: Any) -> None:
-        """Let go of a prepared transfer that will not be started."""
-        ...
-
-    def drain(self, deadline: float) -> None:
-        """Wait for transfers in flight. Raises TransportError if some remain at `deadline` (monotonic)."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """A started transfer: its parts, each on the lane that moves it."""
+    """A transfer: its parts, each on the lane that moves it."""
 
-    parts: list[tuple[Lane, Handle]]
+    parts: list[tuple[StagedPlane, Handle]]
     error: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for _, part in self.parts)
 
 
 class LanedPlane:
-    """Implements `api.DataPlane`. One thread owns it.
+    """Implements `api.StagedPlane`. One thread owns it.
 
     Peers see the first lane only: all lanes of this engine connect to the first lane of the peer, so the
     number of lanes is each engine's own business.
     """
 
-    def __init__(self, make_lane: Callable[[int], Lane], lanes: int) -> None:
+    def __init__(self, make_lane: Callable[[int], StagedPlane], lanes: int) -> None:
         """`make_lane` is called with 0, 1, … `lanes` - 1; raises what it raises."""
         self._first, *self._others = [make_lane(index) for index in range(lanes)]
         self._lanes = [self._first, *self._others]
@@ -78,11 +69,11 @@ class LanedPlane:
     def metadata(self) -> bytes:
         return self._first.metadata()
 
-    def connect(self, peer: Identity, metadata: bytes) -> None:
+    def connect(self, peer: Identity, metadata: bytes, mine: Part = WHOLE, theirs: Part = WHOLE) -> None:
         """On every lane, or on none."""
         try:
             for lane in self._lanes:
-                lane.connect(peer, metadata)
+                lane.connect(peer, metadata, mine, theirs)
         except TransportError:
             self.disconnect(peer)
             raise
@@ -93,15 +84,11 @@ class LanedPlane:
 
     def post(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Shared:
         """Returns when every part is started; on lanes that copy inside `start`, when all is copied."""
-        shared = self._prepare(operation, peer, copies)
-        (first, its_part), *others = shared.parts
-        started = [self._threads.submit(lane.start, part) for lane, part in others]
-        first.start(its_part)
-        for future in started:
-            future.result()
+        shared = self.prepare(operation, peer, copies)
+        self.start(shared)
         return shared
 
-    def _prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Shared:
+    def prepare(self, operation: Operation, peer: Identity, copies: Sequence[Copy]) -> _Shared:
         """All parts or none: what raises does so before any byte moves."""
         shares = split(copies, len(self._lanes)) if len(copies) >= MIN_COPIES else [copies]
         shared = _Shared([])
@@ -109,10 +96,20 @@ class LanedPlane:
             for lane, share in zip(self._lanes, shares, strict=False):
                 shared.parts.append((lane, lane.prepare(operation, peer, share)))
         except TransportError:
-            for lane, part in shared.parts:
-                lane.discard(part)
+            self.discard(shared)
             raise
         return shared
+
+    def start(self, handle: _Shared) -> None:
+        (first, its_part), *others = handle.parts
+        started = [self._threads.submit(lane.start, part) for lane, part in others]
+        first.start(its_part)
+        for future in started:
+            future.result()
+
+    def discard(self, handle: _Shared) -> None:
+        for lane, part in handle.parts:
+            lane.discard(part)
 
     def poll(self, handle: _Shared) -> TransferState:
         """PENDING until every part is over: a part that has failed doesn't stop the others' bytes."""
@@ -134,14 +131,16 @@ class LanedPlane:
         for lane in self._lanes:
             lane.service()
 
+    def drain(self, deadline: float) -> None:
+        for lane in self._lanes:
+            lane.drain(deadline)
+
     def close(self) -> None:
         """Waits up to DRAIN_S for transfers in flight.
 
         Raises TransportError if some remain on any lane; then no lane is released.
         """
-        deadline = time.monotonic() + DRAIN_S
-        for lane in self._lanes:
-            lane.drain(deadline)
+        self.drain(time.monotonic() + DRAIN_S)
         for lane in self._lanes:
             lane.close()
         self._threads.shutdown()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.ids import Identity
@@ -49,7 +49,7 @@ class Moved:
     """The data plane was given it. A copy that is made inside `post` counts from here."""
     done_at: float
     descriptors: int
-    """Contiguous copies it was made of."""
+    """Runs of neighbouring blocks it was made of."""
     bytes: int
     """Bytes moved; 0 if it failed."""
 
@@ -86,8 +86,30 @@ class _Close:
     """Wakes the thread so that it sees that it is to end."""
 
 
+class BlockMover(Protocol):
+    """What the handoff needs of that which moves an engine's blocks, be it one process or several ranks.
+
+    Methods may be called from any thread; callbacks come on a thread of the mover's. See `Mover`.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def alive(self) -> bool: ...
+    def start(self) -> bytes: ...
+    def connect(
+        self, peer: Identity, metadata: bytes, done: Callable[[TransportError | None], None]
+    ) -> None: ...
+    def disconnect(self, peer: Identity) -> None: ...
+    def move(
+        self, operation: Operation, peer: Identity, copies: Sequence[Copy], done: Callable[[Moved], None]
+    ) -> None: ...
+    def close(self, timeout: float = 5.0) -> bool: ...
+
+
 class Mover:
-    """Connects, moves and reports, in the order of the calls. All methods may be called from any thread."""
+    """Implements `BlockMover` over one data plane: connects, moves and reports, in the order of the calls.
+    All methods may be called from any thread."""
 
     def __init__(
         self, plane_factory: Callable[[], DataPlane], region: Region, clock: Clock = monotonic
@@ -240,7 +262,7 @@ class Mover:
                 try:
                     handle = plane.post(command.operation, command.peer, command.copies)
                 except TransportError as error:
-                    self._report(command, str(error), posted_at)
+                    self._report(command, str(error), posted_at, 0)
                 else:
                     self._pending.append(_Posted(command, handle, posted_at))
 
@@ -254,7 +276,7 @@ class Mover:
             else:
                 failed = state is TransferState.FAILED
                 error = (posted.handle.error or "no reason given") if failed else None
-                self._report(posted.move, error, posted.posted_at)
+                self._report(posted.move, error, posted.posted_at, posted.handle.bytes)
         ended = len(still) < len(self._pending)
         self._pending = still
         return ended
@@ -294,11 +316,11 @@ class Mover:
             case _Connect(peer, _, done):
                 self._call(done, TransportError(f"connect {peer}: {why}"))
             case _Move():
-                self._report(command, f"{command.operation} {command.peer}: {why}", self._clock())
+                self._report(command, f"{command.operation} {command.peer}: {why}", self._clock(), 0)
             case _:
                 pass
 
-    def _report(self, move: _Move, error: str | None, posted_at: float) -> None:
+    def _report(self, move: _Move, error: str | None, posted_at: float, size: int) -> None:
         moved = Moved(
             state=TransferState.DONE if error is None else TransferState.FAILED,
             error=error,
@@ -306,7 +328,7 @@ class Mover:
             posted_at=posted_at,
             done_at=self._clock(),
             descriptors=len(move.copies),
-            bytes=0 if error else self._region.block_bytes * sum(copy[2] for copy in move.copies),
+            bytes=0 if error else size,
         )
         self._call(move.done, moved)
 

@@ -1,4 +1,4 @@
-"""The data plane over NIXL (UCX backend, host memory): any hosts, any network that UCX knows.
+"""The data plane over NIXL: any hosts, any network and memory that its backends know.
 
 What fences: `DONE`, an error, or the end of the peer's process, and nothing else. Releasing a transfer's
 handle or removing the peer while it is in flight does not stop its bytes from landing. So a handle is
@@ -8,55 +8,46 @@ the agent is never destroyed before that.
 One `NixlPlane` copies on one thread. NIXL can use several itself (its backend's `num_threads`), but then the
 error of one part is reported while others are still in flight, and is no fence: so several planes share large
 transfers instead, see `lanes.py`.
+
+Two engines whose blocks are divided differently among ranks exchange a part of each piece. The descriptors
+of either side are then those of that part; each list is prepared once, and transfers pick from it by index.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Annotated, Any
-
-import msgspec
+from types import MappingProxyType
 
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.spans import Copy
-from kvhandoff.transport.api import Operation, Region, TransferState, TransportError
-from kvhandoff.transport.bounds import check_block_bytes, oriented
+from kvhandoff.transport.api import (
+    WHOLE,
+    MemoryKind,
+    Operation,
+    Part,
+    Region,
+    TransferState,
+    TransportError,
+)
+from kvhandoff.transport.bounds import check_alike, oriented
 from kvhandoff.transport.lanes import DRAIN_S
 from kvhandoff.transport.nixl_agent import (
     OUTBOUND_PROGRESS_DELAY_US,
     PROGRESS_DELAY_US,
+    Backend,
     NixlAgent,
     NixlError,
 )
-from kvhandoff.transport.region import address_of
+from kvhandoff.transport.nixl_metadata import NixlMetadata, decode, encode
+from kvhandoff.transport.nixl_region import NixlRegion
+from kvhandoff.transport.pieces import narrowed
 
 _log = logging.getLogger(__name__)
 
 _WARM_UP_INTERVAL = 0.01
-
-_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-
-
-class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nixl"):
-    """An agent, and the region it has registered."""
-
-    agent_name: str
-    agent_metadata: bytes
-    """NIXL's own format: connection information and keys of registered memory."""
-    checksum: bytes
-    """Of `agent_metadata`: NIXL takes damaged addresses and keys for good ones."""
-    address: _Positive
-    num_blocks: _Positive
-    block_bytes: _Positive
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
 @dataclass(slots=True)
@@ -64,9 +55,18 @@ class _Peer:
     """A connected agent."""
 
     identity: Identity
+    metadata: bytes
+    parts: tuple[Part, Part]
+    """What is exchanged of the pieces here, and of those there."""
+    agent: str
     num_blocks: int
-    blocks: int
-    """Prepared descriptors, one per block of the peer's region."""
+    block_bytes: int
+    """Bytes exchanged of each block."""
+    pieces: int
+    here: int
+    """Prepared descriptors of this region; of all peers that exchange the same part of it."""
+    there: int
+    """Prepared descriptors of the peer's region."""
     in_flight: int = 0
     broken: bool = False
     """The connection was lost. It does not come back: connect anew."""
@@ -74,35 +74,39 @@ class _Peer:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A started transfer. `native` is NIXL's handle, released and None as soon as the state is final."""
+    """A transfer. `native` is NIXL's handle, released and None as soon as the state is final."""
 
     peer: _Peer
+    bytes: int
     native: int | None = None
     state: TransferState = TransferState.PENDING
     error: str | None = None
 
 
 class NixlPlane:
-    """Implements `lanes.Lane`, and with that `api.DataPlane`. One thread owns it."""
+    """Implements `api.StagedPlane`. One thread owns it."""
 
     kind = "nixl"
 
-    def __init__(self, me: Identity, lane: int = 0) -> None:
-        """Start an agent (0.5 s the first in a process, the next 0.03 s). Its name has the epoch in it, so
-        that a restarted engine is another. Peers connect to lane 0 only.
+    def __init__(
+        self,
+        name: str,
+        lane: int = 0,
+        *,
+        backend: Backend = "UCX",
+        options: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start an agent (0.5 s the first in a process, the next 0.03 s). No other, before or after, may have
+        its name: it is how peers tell a restarted engine from its former life. Peers connect to lane 0 only.
 
-        Raises ConfigError if NIXL is not installed or its UCX backend can't be started.
+        Raises ConfigError if NIXL is not installed or its backend can't be started.
         """
-        self._name = f"{me}#{lane}" if lane else str(me)
+        self._name = f"{name}#{lane}" if lane else name
+        self._backend = backend
         delay = OUTBOUND_PROGRESS_DELAY_US if lane else PROGRESS_DELAY_US
-        self._agent = NixlAgent(self._name, progress_delay_us=delay)
-        self._region: Region | None = None
+        self._agent = NixlAgent(self._name, backend=backend, options=options, progress_delay_us=delay)
+        self._registered: NixlRegion | None = None
         self._metadata = b""
-        self._registered: list[Any] = []
-        self._blocks = 0
-        """Prepared descriptors, one per block of this engine's region."""
-        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
-        """Where the first byte of each peer is read to."""
         self._peers: dict[Identity, _Peer] = {}
         self._leaving: dict[Identity, _Peer] = {}
         """Disconnected with transfers in flight."""
@@ -110,27 +114,20 @@ class NixlPlane:
         self._warm_ups: set[_Transfer] = set()
 
     def register(self, region: Region) -> None:
-        address, count, size = region.address, region.num_blocks, region.block_bytes
-        try:
-            self._registered.append(self._agent.register(address, count * size))
-            agent_metadata = self._agent.metadata()
-            # After that, so that peers don't learn of it.
-            self._registered.append(self._agent.register(address_of(self._scratch), mmap.PAGESIZE))
-            self._blocks = self._agent.prepare(None, address, count, size)
-        except NixlError as error:
-            raise TransportError(f"{count} blocks of {size} bytes can't be registered ({error})") from error
-        facts = _Metadata(self._name, agent_metadata, _checksum(agent_metadata), address, count, size)
-        self._metadata = _encoder.encode(facts)
-        self._region = region
+        self._registered = NixlRegion(self._agent, region)
+        self._metadata = encode(self._name, self._backend, self._registered.agent_metadata, region)
 
     def metadata(self) -> bytes:
-        self._my_region()
+        self._here()
         return self._metadata
 
-    def connect(self, peer: Identity, metadata: bytes) -> None:
+    def connect(self, peer: Identity, metadata: bytes, mine: Part = WHOLE, theirs: Part = WHOLE) -> None:
         """Also starts a one-byte read, so that the wires are up when the first block moves."""
-        known = self._peers.get(peer) or self._leaving.pop(peer, None)
+        known = self._peers.get(peer) or self._leaving.get(peer)
         if known is not None:
+            if (known.metadata, known.parts) != (metadata, (mine, theirs)):
+                raise TransportError(f"connect {peer}: it is connected with other metadata, or other parts")
+            self._leaving.pop(peer, None)
             self._peers[peer] = known
             if not known.broken:
                 return
@@ -140,56 +137,70 @@ class NixlPlane:
             if peer in self._leaving:
                 raise TransportError(f"connect {peer}: transfers of its broken connection are in flight")
         facts = self._check(peer, metadata)
+        try:
+            local, remote = narrowed(self._here().region.pieces, mine), narrowed(facts.layout, theirs)
+        except ValueError as error:
+            raise TransportError(f"connect {peer}: {error}") from error
+        check_alike(peer, local, remote)
         self._load(peer, facts)
         try:
-            # Whether the region is the peer's to give is checked as one range, before a list of
-            # `num_blocks` is built: a number that a peer made up costs nothing.
-            size = facts.num_blocks * facts.block_bytes
-            self._agent.release_prepared(self._agent.prepare(str(peer), facts.address, 1, size))
-            blocks = self._agent.prepare(str(peer), facts.address, facts.num_blocks, facts.block_bytes)
+            here = self._here().descriptors(mine)
+            there = self._agent.prepare(
+                facts.agent_name, remote, facts.num_blocks, facts.memory, facts.device
+            )
         except NixlError as error:
-            self._agent.unload(str(peer))
-            where = f"{facts.num_blocks} blocks at {facts.address:#x}"
+            self._agent.unload(facts.agent_name)
+            where = f"{facts.num_blocks} blocks at {facts.layout[0].address:#x}"
             raise TransportError(f"connect {peer}: {where} are not registered there ({error})") from error
-        self._peers[peer] = _Peer(peer, facts.num_blocks, blocks)
-        try:
-            self._warm_up(self._peers[peer], facts.address)
-        except TransportError:
-            self.disconnect(peer)
-            raise
+        self._peers[peer] = _Peer(
+            identity=peer,
+            metadata=metadata,
+            parts=(mine, theirs),
+            agent=facts.agent_name,
+            num_blocks=facts.num_blocks,
+            block_bytes=sum(piece.size for piece in local),
+            pieces=len(local),
+            here=here,
+            there=there,
+        )
+        if facts.memory is MemoryKind.DRAM:  # what a GPU holds may be readable from a GPU only
+            try:
+                self._warm_up(self._peers[peer], facts.layout[0].address)
+            except TransportError:
+                self.disconnect(peer)
+                raise
 
-    def _check(self, peer: Identity, metadata: bytes) -> _Metadata:
-        try:
-            facts = _decoder.decode(metadata)
-        except msgspec.DecodeError as error:
-            raise TransportError(f"connect {peer}: malformed nixl metadata ({error})") from error
-        if facts.agent_name != str(peer):
-            raise TransportError(f"connect {peer}: the metadata are those of {facts.agent_name}")
-        if facts.checksum != _checksum(facts.agent_metadata):
-            raise TransportError(f"connect {peer}: damaged nixl metadata (checksum)")
-        if facts.address + facts.num_blocks * facts.block_bytes > 2**63:
-            raise TransportError(f"connect {peer}: malformed nixl metadata (region beyond memory)")
-        check_block_bytes(peer, self._my_region().block_bytes, facts.block_bytes)
+    def _check(self, peer: Identity, metadata: bytes) -> NixlMetadata:
+        facts = decode(peer, metadata)
+        if facts.backend != self._backend:
+            raise TransportError(
+                f"connect {peer}: NIXL's backend is {self._backend} here, {facts.backend} there"
+            )
+        for other in [*self._peers.values(), *self._leaving.values()]:
+            if other.agent == facts.agent_name:
+                raise TransportError(f"connect {peer}: agent {other.agent} is connected as {other.identity}")
         return facts
 
-    def _load(self, peer: Identity, facts: _Metadata) -> None:
+    def _load(self, peer: Identity, facts: NixlMetadata) -> None:
         try:
             loaded = self._agent.load(facts.agent_metadata)
         except NixlError as error:
             raise TransportError(f"connect {peer}: unusable metadata or unreachable ({error})") from error
-        if loaded != str(peer):
-            if loaded not in map(str, [*self._peers, *self._leaving]):
+        if loaded != facts.agent_name:
+            if loaded not in [other.agent for other in [*self._peers.values(), *self._leaving.values()]]:
                 self._agent.unload(loaded)
-            raise TransportError(f"connect {peer}: the metadata are those of agent {loaded}")
+            raise TransportError(
+                f"connect {peer}: the metadata of {facts.agent_name} are those of agent {loaded}"
+            )
 
     def _warm_up(self, peer: _Peer, address: int) -> None:
         try:
-            native = self._agent.make_byte_read(address_of(self._scratch), str(peer.identity), address)
+            native = self._agent.make_byte_read(self._here().scratch, peer.agent, address)
         except NixlError as error:
             raise TransportError(f"connect {peer.identity}: {error}") from error
-        first_read = _Transfer(peer, native)
+        first_read = _Transfer(peer, 1, native)
         self.start(first_read)
-        if first_read.state is TransferState.FAILED:
+        if first_read.error is not None:
             raise TransportError(f"connect {peer.identity}: unreachable ({first_read.error})")
         self._warm_ups.add(first_read)
 
@@ -204,8 +215,8 @@ class NixlPlane:
 
     def _remove(self, peer: _Peer) -> None:
         try:
-            self._agent.release_prepared(peer.blocks)
-            self._agent.unload(str(peer.identity))
+            self._agent.release_prepared(peer.there)
+            self._agent.unload(peer.agent)
         except NixlError as error:
             _log.warning("peer %s can't be removed: %s", peer.identity, error)
 
@@ -224,19 +235,26 @@ class NixlPlane:
             operation,
             copies,
             peer=peer,
-            local_blocks=self._my_region().num_blocks,
+            local_blocks=self._here().region.num_blocks,
             remote_blocks=connected.num_blocks,
         )
         if not checked:
-            return _Transfer(connected, state=TransferState.DONE)
-        here = [block for first, _, count in checked for block in range(first, first + count)]
-        there = [block for _, first, count in checked for block in range(first, first + count)]
+            return _Transfer(connected, 0, state=TransferState.DONE)
+        # Ascending, since NIXL then merges neighbours: blocks that were given out in descending order on both
+        # sides take a fifth of the time.
+        checked.sort()
+        local = [block for first, _, count in checked for block in range(first, first + count)]
+        remote = [block for _, first, count in checked for block in range(first, first + count)]
+        size = len(local) * connected.block_bytes
+        if connected.pieces > 1:
+            local = _indices(local, connected.pieces, self._here().region.num_blocks)
+            remote = _indices(remote, connected.pieces, connected.num_blocks)
         try:
-            native = self._agent.make_transfer(operation, self._blocks, here, connected.blocks, there)
+            native = self._agent.make_transfer(operation, connected.here, local, connected.there, remote)
         except NixlError as error:
             connected.broken |= error.disconnected
             raise TransportError(f"{operation} {peer}: refused ({error})") from error
-        return _Transfer(connected, native)
+        return _Transfer(connected, size, native)
 
     def start(self, handle: _Transfer) -> None:
         if handle.native is None:
@@ -264,7 +282,13 @@ class NixlPlane:
             transfer.state = TransferState.DONE
         except NixlError as error:
             peer.broken |= error.disconnected
-            transfer.state, transfer.error = TransferState.FAILED, str(error)
+            transfer.error = str(error)
+            if not error.fence:
+                # In flight for as long as this process or the peer's lives: nothing else tells of an end.
+                transfer.native = None
+                _log.error("a transfer with %s has failed with bytes under way: %s", peer.identity, error)
+                return
+            transfer.state = TransferState.FAILED
         transfer.native = None
         self._release(native)
         self._in_flight.discard(transfer)
@@ -312,21 +336,17 @@ class NixlPlane:
         self.drain(time.monotonic() + DRAIN_S)
         for peer in list(self._peers):
             self.disconnect(peer)
-        try:
-            if self._region is not None:
-                self._agent.release_prepared(self._blocks)
-                self._region = None
-            while self._registered:
-                self._agent.deregister(self._registered.pop())
-        except NixlError as error:
-            raise TransportError(f"the memory can't be released ({error})") from error
+        if self._registered is not None:
+            self._registered.release()
+            self._registered = None
         del self._agent
 
-    def _my_region(self) -> Region:
-        if self._region is None:
+    def _here(self) -> NixlRegion:
+        if self._registered is None:
             raise TransportError("nixl: no region is registered")
-        return self._region
+        return self._registered
 
 
-def _checksum(agent_metadata: bytes) -> bytes:
-    return blake2b(agent_metadata, digest_size=16).digest()
+def _indices(blocks: list[int], pieces: int, num_blocks: int) -> list[int]:
+    """Indices of prepared descriptors, piece by piece."""
+    return [first + block for first in range(0, pieces * num_blocks, num_blocks) for block in blocks]

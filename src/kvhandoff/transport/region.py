@@ -1,6 +1,6 @@
-"""The memory that a data plane moves: one range per engine, side by side blocks, touched at allocation.
+"""The memory that a data plane moves.
 
-Two kinds, for two ways to reach it:
+What the embedded engine allocates is one range of side by side blocks; two kinds, for two ways to reach it:
 
 - `SharedRegion` lies in a memfd that processes of the same host map (`shm`). It has no name in any file
   system, so nothing is left behind by a process that was killed, and it is sealed against shrinking, so a
@@ -14,6 +14,8 @@ takes about 1.05 times as long as the same copy of ordinary memory on 4 KiB page
 
 Every page is touched once at allocation. Otherwise the first transfer into each block pays for the kernel
 zeroing its pages, several times the cost of the copy, and a pool that does not fit fails much later.
+
+A `ForeignRegion` describes memory that another engine has allocated, in whatever pieces it keeps a block.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ import mmap
 import os
 import re
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.transport.api import HeadRange, MemoryKind, Piece
+from kvhandoff.transport.pieces import check_pieces, extent, side_by_side
 
 _log = logging.getLogger(__name__)
 
@@ -50,14 +55,20 @@ def prefer_huge_pages(memory: mmap.mmap) -> None:
 
 
 class _Blocks:
-    """`num_blocks` blocks of `block_bytes` bytes, from `offset` of a mapping on; implements `api.Region`."""
+    """Blocks from `offset` of a mapping on; implements `api.HostRegion`."""
+
+    memory = MemoryKind.DRAM
+    device = 0
+    heads: HeadRange | None = None
 
     def __init__(self, memory: mmap.mmap, offset: int, num_blocks: int, block_bytes: int) -> None:
         prefer_huge_pages(memory)
-        self._memory: mmap.mmap | None = memory
+        self._mapping: mmap.mmap | None = memory
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.address = address_of(memory) + offset
+        self.pieces = (side_by_side(self.address, block_bytes),)
+        self.ranges = ((self.address, num_blocks * block_bytes),)
         self.buffer = memoryview(memory)[offset : offset + num_blocks * block_bytes]
         ctypes.memset(self.address, 0, num_blocks * block_bytes)  # touches; leaves the GIL to others
 
@@ -66,7 +77,7 @@ class _Blocks:
 
         Never while a transfer is in flight: close the data plane first.
         """
-        memory, self._memory = self._memory, None
+        memory, self._mapping = self._mapping, None
         if memory is None:
             return
         try:
@@ -119,6 +130,43 @@ class PrivateRegion(_Blocks):
         except OSError as error:
             raise ConfigError(f"KV pool: {size} bytes of memory can't be had: {error}") from error
         return cls(memory, -address_of(memory) % HUGE_PAGE, num_blocks, block_bytes)
+
+
+@dataclass(frozen=True)
+class ForeignRegion:
+    """Blocks in memory that another engine owns and keeps for as long as this process lives; implements
+    `api.Region`, see there for the fields."""
+
+    num_blocks: int
+    pieces: tuple[Piece, ...]
+    ranges: tuple[tuple[int, int], ...]
+    memory: MemoryKind = MemoryKind.DRAM
+    device: int = 0
+    heads: HeadRange | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for pieces that overlap, lie outside the ranges, or aren't so many heads."""
+        if self.num_blocks < 1:
+            raise ConfigError(f"KV memory: num_blocks is {self.num_blocks}, allowed is 1 or more")
+        try:
+            check_pieces(self.pieces, self.num_blocks)
+        except ValueError as error:
+            raise ConfigError(f"KV memory: {error}") from error
+        for index, piece in enumerate(self.pieces):
+            start, end = extent(piece, self.num_blocks)
+            if not any(address <= start and end <= address + size for address, size in self.ranges):
+                raise ConfigError(
+                    f"KV memory: {piece} of {self.num_blocks} blocks lies in none of the ranges "
+                    + ", ".join(f"{address:#x} to {address + size:#x}" for address, size in self.ranges)
+                )
+            if self.heads is not None and piece.size % self.heads.count:
+                raise ConfigError(
+                    f"KV memory: piece {index} has {piece.size} bytes, which are not {self.heads.count} heads"
+                )
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(piece.size for piece in self.pieces)
 
 
 def _checked_size(num_blocks: int, block_bytes: int) -> int:

@@ -99,6 +99,7 @@ class _Peer:
 class _Finished:
     """The handle of a transfer that is over."""
 
+    bytes: int
     error: str | None = None
 
 
@@ -114,7 +115,10 @@ class SharedMemoryPlane:
     def register(self, region: Region) -> None:
         """Raises TransportError for anything but a SharedRegion: peers could not reach it."""
         if not isinstance(region, SharedRegion):
-            raise TransportError(f"shm moves blocks of a SharedRegion, not of a {type(region).__name__}")
+            raise TransportError(
+                f"shm moves blocks of a SharedRegion, which peers can map, not of a {type(region).__name__}; "
+                "memory that belongs to another engine moves by nixl only"
+            )
         self._region = region
 
     def metadata(self) -> bytes:
@@ -164,14 +168,16 @@ class SharedMemoryPlane:
             local_blocks=region.num_blocks,
             remote_blocks=mapped.metadata.num_blocks,
         )
-        size = region.block_bytes
+        size, moved = region.block_bytes, 0
         for first_local, first_remote, count in checked:
             local = region.address + first_local * size
             remote = mapped.address + first_remote * size
             source, destination = (remote, local) if operation == "read" else (local, remote)
             library = _libc if count * size >= _KEEP_GIL_BELOW else _libc_with_gil
             library.memmove(destination, source, count * size)
-        return _Finished(None if mapped.alive else f"{operation} {peer}: its process ended during the copy")
+            moved += count * size
+        error = None if mapped.alive else f"{operation} {peer}: its process ended during the copy"
+        return _Finished(moved, error)
 
     def poll(self, handle: _Finished) -> TransferState:
         return TransferState.DONE if handle.error is None else TransferState.FAILED
