@@ -107,6 +107,11 @@ class MockEngine:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def reported_role(self) -> str:
+        """In its state report."""
+        return self.role
+
+    @property
     def address(self) -> str:
         """What the router is told."""
         return self.url
@@ -180,7 +185,7 @@ class MockEngine:
         state = EngineState(
             engine_id=self.engine_id,
             epoch=self.identity.epoch,
-            role=self.role,  # type: ignore[arg-type]
+            role=self.reported_role,  # type: ignore[arg-type]
             model=self.model,
             model_fingerprint="f",
             max_model_len=4096,
@@ -222,12 +227,16 @@ class MockEngine:
         done.put_nowait(ticket)
         return web.json_response({})
 
+    def admit(self, body: dict[str, Any]) -> Ticket | None:
+        """The ticket in a leg's body. Raises RequestError for one that is not obeyed."""
+        params = body.get("kv_transfer_params")
+        return self.gatekeeper.admit(params["ticket"], self.clock()) if params else None
+
     async def _leg(self, request: web.Request) -> web.StreamResponse:
         timer = PhaseTimer(self.clock)
         body = msgspec.json.decode(await request.read())
-        params = body.get("kv_transfer_params")
         try:
-            ticket = self.gatekeeper.admit(params["ticket"], self.clock()) if params else None
+            ticket = self.admit(body)
         except RequestError as error:
             return web.json_response(error.body(), status=error.status)
         leg = Leg(request.path, body, request.headers, ticket, timer, request)

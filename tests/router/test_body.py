@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.body import parse_body, summarize
+from kvhandoff.router.body import check_stateless, parse_body, summarize
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
@@ -117,3 +117,24 @@ def test_rest() -> None:
     assert (made.model, made.stream, made.cache_salt) == ("m", True, "s")
     made = summary(model=5, stream="true", cache_salt=[])
     assert (made.model, made.stream, made.cache_salt) == ("", False, "")
+
+
+def test_a_response_counts_its_input_and_instructions() -> None:
+    made = summary(Endpoint.RESPONSES, input="hi", instructions="be kind", messages=["a"])
+    assert (made.prompts, made.prompt_bound) == (1, len('"hi"') + len('"be kind"'))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("previous_response_id", "resp_1", '"resp_1"'),
+        ("background", True, "true"),
+        ("conversation", {"id": "c"}, '{"id":"c"}'),
+    ],
+)
+def test_what_needs_a_stored_response(field: str, value: Any, shown: str) -> None:
+    with pytest.raises(RequestError, match=f"{field}: got {shown}, allowed is null") as error:
+        check_stateless(parse_body(msgspec.json.encode({field: value})))
+    assert (error.value.status, error.value.param) == (400, field)
+    for nothing in (None, False):
+        check_stateless(parse_body(msgspec.json.encode({field: nothing})))

@@ -6,12 +6,13 @@ import asyncio
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.stream import FirstContent, Passage
+from kvhandoff.router.stream import FirstContent, LastEvent, Passage
 
 CHAT = Endpoint.CHAT
 
@@ -102,3 +103,52 @@ def test_a_line_without_end_is_not_collected_for_ever() -> None:
     while not scan.feed(b"x" * 2**16):
         fed += 2**16
         assert fed <= 2**20
+
+
+def delta(kind: str, text: object) -> bytes:
+    return b"event: x\ndata: " + msgspec.json.encode({"type": kind, "delta": text}) + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "found"),
+    [
+        (delta("response.output_text.delta", "a"), True),
+        (delta("response.output_text.delta", ""), False),
+        (delta("response.reasoning_text.delta", "hm"), True),
+        (delta("response.function_call_arguments.delta", "{"), True),
+        (delta("response.output_text.done", "a"), False),
+        (b'data: {"type":"response.created","response":{"id":"r"}}\n\n', False),
+        (b'data: {"type":"response.output_text.delta"}\n\n', False),
+        (delta("response.output_text.delta", {"a": 1}), False),
+        (TEXT, False),
+    ],
+)
+def test_event_of_a_response(event: bytes, found: bool) -> None:
+    assert FirstContent(Endpoint.RESPONSES).feed(event) is found
+
+
+COMPLETED = b'event: response.completed\ndata: {"type":"response.completed","response":{"a":"\\n\\n"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "raw", "ends"),
+    [
+        (CHAT, TEXT + b"data: [DONE]\n\n", True),
+        (Endpoint.RESPONSES, delta("response.output_text.delta", "a") + COMPLETED, True),
+        (Endpoint.RESPONSES, delta("a", "b") + COMPLETED.replace(b"completed", b"incomplete"), True),
+        (Endpoint.RESPONSES, delta("a", "b") + COMPLETED.replace(b"completed", b"failed"), True),
+        (CHAT, TEXT + TEXT, False),
+        (CHAT, delta("a", "b") + COMPLETED, False),
+        # An answer that spells it out.
+        (Endpoint.RESPONSES, delta("a", "\nevent: response.completed\n"), False),
+        (CHAT, delta("a", "data: [DONE]\n\n"), False),
+    ],
+)
+@given(cuts=st.lists(st.integers(0, 200), max_size=12))
+@settings(deadline=None)  # the machine may be busy
+def test_last_event(endpoint: Endpoint, raw: bytes, ends: bool, cuts: list[int]) -> None:
+    """Found with its last byte, wherever the bytes are cut, and in no answer's text."""
+    edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    last = LastEvent(endpoint)
+    for start, end in pairwise(edges):
+        assert last.feed(raw[start:end]) is (ends and end == len(raw))

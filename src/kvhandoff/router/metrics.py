@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvhandoff.core.reasons import Reason
-from kvhandoff.router.engine import Engine
+from kvhandoff.router.engine import Role
 from kvhandoff.router.records import Draft, RequestRecord
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class ShownEngine(Protocol):
+    """What the page says of an engine."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def reserved(self) -> int: ...
 
 
 class RouterMetrics:
@@ -106,7 +120,7 @@ class RouterMetrics:
         self._bytes.labels("late").inc(record.bytes - record.early_bytes)
         self._bytes.labels("return").inc(record.return_bytes)
 
-    def text(self, engines: Iterable[Engine]) -> bytes:
+    def text(self, engines: Iterable[ShownEngine]) -> bytes:
         """The page, with the engines' present state."""
         for engine in engines:
             self._healthy.labels(engine.url, engine.role).set(engine.healthy)

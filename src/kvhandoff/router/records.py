@@ -32,6 +32,7 @@ from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import Path, PathChoice, ReturnChoice
 
 Binding = Literal["early", "late"]
+Connector = Literal["kvhandoff", "nixl", "nixl-push"]
 
 _BINDINGS: dict[Path, Binding] = {"push": "early", "pull": "late"}
 
@@ -61,6 +62,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """The `id` of the OpenAI response."""
     handoff_id: str
     model: str
+    connector: Connector
+    """What moves KV between the engines. Only `kvhandoff` verifies it. Of the others' legs there is no
+    account: the time of each is all in its network phase, and where the KV came from is not known."""
     requested_path: PathChoice
     path: Path | None
     """The path that answered (or was tried last); None when the request was refused before."""
@@ -133,6 +137,7 @@ class Draft:
         self.handoff_id = handoff_id
         self.endpoint = endpoint
         self.model = ""
+        self.connector: Connector = "kvhandoff"
         self.requested_path = requested_path
         self.path: Path | None = None
         self.requested_return: ReturnChoice = "off"
@@ -202,6 +207,7 @@ class Draft:
             id=self.response_id,
             handoff_id=self.handoff_id,
             model=self.model,
+            connector=self.connector,
             requested_path=self.requested_path,
             path=self.path,
             binding=_BINDINGS.get(self.path) if self.path else None,
@@ -266,11 +272,13 @@ class Draft:
 
     def _prefill_phases(self, prefill: LegRecord | None) -> dict[str, float]:
         """Of a leg that ran beside the decode leg; its network phase when its end has been seen."""
-        if prefill is None or Phase.PREFILL_NETWORK in self.walls:
+        if Phase.PREFILL_NETWORK in self.walls:
             return {}
         if self.prefill_wall_s is None:
-            return _ordered(prefill.phases)
+            return _ordered(prefill.phases) if prefill else {}
         seconds: dict[str, float] = {Phase.PREFILL_NETWORK.value: self.prefill_wall_s}
+        if prefill is None:
+            return seconds
         _account(seconds, Phase.PREFILL_NETWORK, prefill, sum(prefill.phases.values()))
         return _ordered(seconds)
 
