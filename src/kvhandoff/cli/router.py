@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
@@ -19,6 +21,10 @@ from kvhandoff.cli.common import (
     set_up_logging,
     stop_event,
 )
+from kvhandoff.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvhandoff.web import Server
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +61,20 @@ class MissOption(StrEnum):
     ERROR = "error"
 
 
+class ConnectorOption(StrEnum):
+    """What moves KV between the engines."""
+
+    KVHANDOFF = "kvhandoff"
+    NIXL = "nixl"
+    NIXL_PUSH = "nixl-push"
+
+
+Connector = typer.Option(
+    ConnectorOption.KVHANDOFF,
+    "--connector",
+    help="kvhandoff, or vLLM's own NixlConnector or NixlPushConnector, whose transfers nobody verifies. With "
+    "those, engines are URL[,engine_id=ID][,side_channel=HOST:PORT][,tp_size=N].",
+)
 ReturnMode = typer.Option(
     ReturnOption.AUTO,
     "--return",
@@ -75,16 +95,25 @@ def router(
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
     return_mode: ReturnOption = ReturnMode,
     retain: RetainOption = Retain,
+    connector: ConnectorOption = Connector,
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
     cluster_key_file: Path | None = ClusterKeyFile,
     log_level: Level = LogLevel,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run the router in front of engines that are up."""
+    set_up_logging(log_level, "router")
+    if connector is not ConnectorOption.KVHANDOFF:
+        if on_miss is not MissOption.RECOMPUTE or retain is not RetainOption.RENEWABLE:
+            raise ConfigError(
+                f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
+            )
+        _run(_upstream(connector, prefill, decode, host, port, path, return_mode), host, lifeline=lifeline)
+        return
+
     from kvhandoff.router.app import serve
     from kvhandoff.router.config import RouterConfig
 
-    set_up_logging(log_level, "router")
     config = RouterConfig(
         prefill=tuple(prefill),
         decode=tuple(decode),
@@ -97,13 +126,44 @@ def router(
         on_miss=on_miss.value,
     )
 
+    _run(lambda: serve(config), host, lifeline=lifeline)
+
+
+def _upstream(
+    connector: ConnectorOption,
+    prefill: list[str],
+    decode: list[str],
+    host: str,
+    port: int,
+    path: PathOption,
+    return_mode: ReturnOption,
+) -> Callable[[], Awaitable[Server]]:
+    """Starts a router of stock vLLM engines with upstream's connectors. Raises ConfigError."""
+    from kvhandoff.router.upstream import serve_upstream
+    from kvhandoff.router.upstream_config import UpstreamAddress, UpstreamConfig
+
+    config = UpstreamConfig(
+        connector="nixl" if connector is ConnectorOption.NIXL else "nixl-push",
+        prefill=tuple(map(UpstreamAddress.parse, prefill)),
+        decode=tuple(map(UpstreamAddress.parse, decode)),
+        host=host,
+        port=port,
+        path=path.value,
+        keep_references=return_mode is not ReturnOption.OFF,
+    )
+    return lambda: serve_upstream(config)
+
+
+def _run(serve: Callable[[], Awaitable[Server]], host: str, *, lifeline: bool) -> None:
+    """Serve until told to end; the line on standard output says where."""
+
     async def run() -> None:
         stop = stop_event(lifeline=lifeline)
-        server = await serve(config)
+        server = await serve()
         url = f"http://{host}:{server.port}"
         sys.stdout.write(msgspec.json.encode({"url": url}).decode() + "\n")
         sys.stdout.flush()
-        _log.info("router at %s: %d prefill, %d decode", url, len(prefill), len(decode))
+        _log.info("router at %s", url)
         try:
             await stop.wait()
         finally:

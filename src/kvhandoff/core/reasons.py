@@ -24,6 +24,7 @@ class Reason(StrEnum):
     SHORT_PROMPT = "short_prompt"
     NO_PREFILL_ENGINE = "no_prefill_engine"
     SEVERAL_PROMPTS = "several_prompts"
+    SEVERAL_ANSWERS = "several_answers"
     PROMPT_LOGPROBS = "prompt_logprobs"
     ALREADY_CACHED = "already_cached"
     CLIENT_ABORTED = "client_aborted"
@@ -73,6 +74,7 @@ _CHOICES = frozenset(
         Reason.SHORT_PROMPT,
         Reason.NO_PREFILL_ENGINE,
         Reason.SEVERAL_PROMPTS,
+        Reason.SEVERAL_ANSWERS,
         Reason.PROMPT_LOGPROBS,
         Reason.ALREADY_CACHED,
         Reason.CLIENT_ABORTED,

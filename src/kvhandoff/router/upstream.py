@@ -1,0 +1,159 @@
+"""The router's HTTP front for stock vLLM engines with upstream's NIXL connectors.
+
+The same API as in front of kvhandoff's engines, as far as such engines allow: no state reports, no tickets,
+no re-binding, and no verification of what is handed over. Records show the legs as the router sees them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+from aiohttp import web
+
+from kvhandoff.core.clock import Clock, monotonic
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.body import unknown_model
+from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.records import Records
+from kvhandoff.router.upstream_config import UpstreamConfig
+from kvhandoff.router.upstream_engine import UpstreamFleet
+from kvhandoff.router.upstream_relay import UpstreamRelay
+from kvhandoff.web import Server, errors, json_response
+from kvhandoff.web import serve as listen
+
+_KEEP_IDLE_S = 15.0
+"""Idle connections to engines are kept this long, well below what engines keep theirs."""
+
+
+class UpstreamFront:
+    """The endpoints of one router."""
+
+    def __init__(self, config: UpstreamConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._started = int(time.time())
+        self._metrics = RouterMetrics()
+        self._records = Records(
+            config.max_records,
+            on_reason=self._metrics.count_reason,
+            on_closed=self._metrics.count_request,
+            on_settled=self._metrics.observe,
+        )
+        self._fleet: UpstreamFleet
+        self._relay: UpstreamRelay
+
+    def routes(self) -> list[web.RouteDef]:
+        """All endpoints."""
+        return [
+            web.post(Endpoint.CHAT.path, self.chat_completions),
+            web.post(Endpoint.COMPLETIONS.path, self.completions),
+            web.get("/v1/models", self.models),
+            web.get("/v1/models/{id:.+}", self.model),
+            web.get("/v1/handoffs/{id}", self.handoff),
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+        ]
+
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+        """Connections and background work, while the server runs."""
+        config = self._config
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s),
+            auto_decompress=False,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
+            self._fleet = UpstreamFleet(
+                config.prefill, config.decode, session, config.timeouts, config.poll_interval_s
+            )
+            self._relay = UpstreamRelay(config, self._fleet, session, self._records, self._clock)
+            await self._fleet.start()
+            try:
+                yield
+            finally:
+                await self._fleet.close()
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Endpoint.CHAT)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, Endpoint.COMPLETIONS)
+
+    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        with self._metrics.in_flight.track_inprogress():
+            return await self._relay.answer(request, endpoint)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """What the decode engines serve, as OpenAI lists it."""
+        served = self._fleet.models()
+        data = [self._model(name, served[name]) for name in sorted(served)]
+        return json_response({"object": "list", "data": data})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """One of them; its name may have slashes."""
+        name, served = request.match_info["id"], self._fleet.models()
+        if name not in served:
+            raise unknown_model(name, served)
+        return json_response(self._model(name, served[name]))
+
+    def _model(self, name: str, longest: int | None) -> dict[str, object]:
+        facts: dict[str, object] = {"id": name, "object": "model", "created": self._started}
+        return facts | {"owned_by": "vllm"} | ({} if longest is None else {"max_model_len": longest})
+
+    async def handoff(self, request: web.Request) -> web.Response:
+        """A request's record. It is `incomplete`: the engines give no account."""
+        identifier = request.match_info["id"]
+        draft = self._records.get(identifier)
+        if draft is None:
+            why = (
+                f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
+                f"{self._config.max_records} responses"
+            )
+            raise RequestError(why, status=404, param="id", code="handoff_not_found")
+        return json_response(draft.record())
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The router itself runs."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether requests can be answered, and each engine's health; 503 without a healthy decode engine."""
+        ready = any(engine.healthy for engine in self._fleet.decode)
+        engines = [
+            {"url": engine.url, "role": engine.role, "healthy": engine.healthy, "problem": engine.problem}
+            for engine in self._fleet.engines
+        ]
+        status = "ready" if ready else "no decode engine is healthy"
+        body = {"status": status, "connector": self._config.connector, "verified": False, "engines": engines}
+        return json_response(body, status=200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.text(self._fleet.engines),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+
+def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> web.Application:
+    """The router as an application.
+
+    Run it with `handler_cancellation=True`, as `serve_upstream` does: a client that leaves ends its legs so.
+    """
+    front = UpstreamFront(config, clock)
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[errors])
+    app.add_routes(front.routes())
+    app.cleanup_ctx.append(front.lifespan)
+    return app
+
+
+async def serve_upstream(config: UpstreamConfig) -> Server:
+    """Start to listen. The engines have been asked for their health once when this returns.
+
+    Raises ConfigError when the address can't be had.
+    """
+    return await listen(create_upstream_app(config), config.host, config.port)

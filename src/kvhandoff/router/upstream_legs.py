@@ -1,0 +1,256 @@
+"""Sends the legs of a request to stock vLLM engines, and gives the client the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import RequestError
+from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
+from kvhandoff.core.phases import Phase, PhaseTimer
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router.answers import Answer, read_response_id, whole
+from kvhandoff.router.body import Fields
+from kvhandoff.router.config import Timeouts
+from kvhandoff.router.dispatch import EVENT_STREAM
+from kvhandoff.router.engine import describe, refuses_connection
+from kvhandoff.router.legs import leg_headers
+from kvhandoff.router.policy import RequestSummary
+from kvhandoff.router.records import Draft, LegRef
+from kvhandoff.router.side import read_error
+from kvhandoff.router.stream import Passage
+from kvhandoff.router.upstream_bodies import decode_body, prefill_body, read_reference, without_reference
+from kvhandoff.router.upstream_engine import UpstreamEngine
+from kvhandoff.router.upstream_references import References, Turn
+
+log = logging.getLogger(__name__)
+
+
+class UpstreamFailed(Exception):
+    """A leg came to nothing, the client has seen nothing of it, and another attempt may do better."""
+
+    def __init__(self, engine: UpstreamEngine, why: str, *, late: bool = False) -> None:
+        super().__init__(f"{engine}: {why}")
+        self.engine = engine
+        self.late = late
+
+    def as_error(self) -> RequestError:
+        """What the client is told when no attempt is left."""
+        status, code = (504 if self.late else 502), f"{self.engine.role}_failed"
+        return RequestError(str(self), status=status, code=code, kind="engine_error")
+
+
+class Refused(Exception):
+    """An engine's 4xx: the client's to see."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"status {answer.status}")
+        self.answer = answer
+
+
+class Outcome(NamedTuple):
+    """A response, and the status that its record is closed with."""
+
+    response: web.StreamResponse
+    status: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One client request, across its attempts."""
+
+    request: web.Request
+    fields: Fields
+    summary: RequestSummary
+    draft: Draft
+    timer: PhaseTimer
+    turn: Turn | None
+    """None: of no conversation that is to be kept."""
+    avoid: set[str] = field(default_factory=set)
+    """URLs of engines that failed it."""
+
+    @property
+    def request_id(self) -> str:
+        """X-Request-Id of this attempt's legs. Engines that push find each other's request by it, so that no
+        two attempts may share one."""
+        retries = self.draft.attempts - 1
+        return f"{self.draft.handoff_id}-{retries}" if retries else self.draft.handoff_id
+
+    def leg_at(self, engine: UpstreamEngine) -> LegRef:
+        """This attempt's leg. Its engine's life has no name that a router could know."""
+        life = Identity(EngineId(engine.address.engine_id or engine.url), Epoch(""))
+        return LegRef(HandoffKey(self.draft.handoff_id, self.draft.attempts - 1), life)
+
+
+class UpstreamLegs:
+    """Sends legs. Used on the event loop's thread only."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, timeouts: Timeouts, references: References, clock: Clock
+    ) -> None:
+        self._session = session
+        self._timeouts = timeouts
+        self._references = references
+        self._clock = clock
+
+    async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
+        """A prefill leg's answer. Raises UpstreamFailed, and Refused for a 4xx."""
+        job.draft.prefill = job.leg_at(source)
+        body = prefill_body(job.fields, params)
+        try:
+            with source.reserve():
+                async with asyncio.timeout(self._timeouts.prefill_s), self._post(job, source, body) as answer:
+                    return _accepted(source, await whole(answer))
+        except (aiohttp.ClientError, OSError) as error:
+            raise _failure(source, error) from error
+
+    async def decode(
+        self,
+        job: Job,
+        target: UpstreamEngine,
+        params: msgspec.Raw | None,
+        beside: asyncio.Task[Answer] | None = None,
+    ) -> Outcome:
+        """Run the decode leg and give the client its answer.
+
+        `beside`: the prefill leg that writes its KV. When that fails before the answer has begun, this leg,
+        which would wait for ever, is ended, and the other's failure raised.
+
+        Raises UpstreamFailed and Refused, and RequestError when an answer that is not streamed breaks off.
+        """
+        job.draft.decode = job.leg_at(target)
+        body = decode_body(job.fields, params)
+        asked = self._clock()
+        limit = self._timeouts.first_byte_s if job.summary.stream else self._timeouts.answer_s
+        try:
+            with target.reserve():
+                async with asyncio.timeout(limit) as deadline:
+                    watch = _Watch(beside, deadline)
+                    async with self._post(job, target, body) as answer:
+                        if answer.status != 200:
+                            watch.stop()
+                            _accepted(target, await whole(answer))  # raises
+                        if answer.content_type != EVENT_STREAM:
+                            return await self._answer(job, target, answer, asked, watch)
+                        first = await answer.content.readany()
+                        if not first:
+                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                        watch.stop()
+                        deadline.reschedule(None)  # from here on, the passage has its own
+                        passage = _passage(job, target, answer, self._clock)
+                        await passage.carry(first, answer.content, self._timeouts.idle_s)
+        except (aiohttp.ClientError, OSError) as error:
+            if beside is not None and (other := _error_of(beside)) is not None:
+                raise other from error
+            raise _failure(target, error) from error
+        return await self._end(job, target, passage)
+
+    async def _answer(
+        self, job: Job, target: UpstreamEngine, answer: aiohttp.ClientResponse, asked: float, watch: _Watch
+    ) -> Outcome:
+        """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt
+        follows."""
+        watch.stop()
+        try:
+            read = await whole(answer)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            job.draft.because(Reason.DECODE_FAILED)
+            log.warning("%s: %s: its answer broke off: %s", job.request_id, target, describe(error))
+            why = f"{target} ended before its answer was complete"
+            raise RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error") from error
+        job.timer.mark(Phase.DECODE_NETWORK)
+        job.draft.response_id = read_response_id(read) or job.draft.response_id
+        reference = read_reference(read.body)
+        if reference is not None:
+            if job.turn is not None:
+                self._references.keep(job.turn, target.url, reference, read.body, asked)
+            read = Answer(read.status, read.content_type, without_reference(read.body))
+        return Outcome(whole_response(job.draft, read), read.status)
+
+    async def _end(self, job: Job, target: UpstreamEngine, passage: Passage) -> Outcome:
+        if passage.broken is not None:
+            log.warning("%s: %s: its stream broke off: %s", job.request_id, target, passage.broken)
+            job.draft.because(Reason.DECODE_FAILED)
+        job.draft.response_id = passage.scan.response_id or job.draft.response_id
+        return Outcome(await passage.end(self._timeouts.idle_s), passage.status)
+
+    def _post(self, job: Job, engine: UpstreamEngine, body: bytes) -> aiohttp.client._RequestContextManager:
+        headers = leg_headers(job.request.headers, job.request_id)
+        url = engine.url + job.request.path
+        return self._session.post(url, data=body, headers=headers, allow_redirects=False)
+
+
+class _Watch:
+    """Ends a wait when another leg fails."""
+
+    def __init__(self, beside: asyncio.Task[Answer] | None, deadline: asyncio.Timeout) -> None:
+        self._beside = beside
+        self._deadline = deadline
+        if beside is not None:
+            beside.add_done_callback(self._cut)
+
+    def stop(self) -> None:
+        """The answer has begun: what becomes of the other leg doesn't matter any more."""
+        if self._beside is not None:
+            self._beside.remove_done_callback(self._cut)
+
+    def _cut(self, beside: asyncio.Task[Answer]) -> None:
+        if _error_of(beside) is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def _error_of(beside: asyncio.Task[Answer]) -> BaseException | None:
+    return beside.exception() if beside.done() and not beside.cancelled() else None
+
+
+def _accepted(engine: UpstreamEngine, answer: Answer) -> Answer:
+    """A 200. Raises Refused for a 4xx, UpstreamFailed for anything else."""
+    if answer.status == 200:
+        return answer
+    if 400 <= answer.status < 500:
+        raise Refused(answer)
+    raise UpstreamFailed(engine, f"status {answer.status} {read_error(answer.body).message}".rstrip())
+
+
+def _failure(engine: UpstreamEngine, error: Exception) -> UpstreamFailed:
+    """An exception on the way to an answer, as a failed leg."""
+    if refuses_connection(error):
+        engine.down(describe(error))
+        return UpstreamFailed(engine, describe(error))
+    if isinstance(error, TimeoutError):
+        return UpstreamFailed(engine, "no answer in time", late=True)
+    return UpstreamFailed(engine, "it ended before its answer was complete")
+
+
+def _passage(job: Job, engine: UpstreamEngine, answer: aiohttp.ClientResponse, clock: Clock) -> Passage:
+    """The way of a stream that has begun to the client."""
+    draft, timer = job.draft, job.timer
+
+    def first_byte() -> None:
+        draft.first_byte_s = clock() - timer.started
+
+    def first_content() -> None:
+        timer.mark(Phase.DECODE_NETWORK)
+        draft.first_content_s = timer.total
+
+    def done() -> None:
+        draft.complete = True
+
+    kept = ("Content-Type", "Cache-Control")
+    headers = {name: answer.headers[name] for name in kept if name in answer.headers}
+    return Passage(
+        job.request, draft.endpoint, str(engine), draft.headers() | headers, first_byte, first_content, done
+    )
+
+
+def whole_response(draft: Draft, answer: Answer) -> web.Response:
+    """An engine's answer, for the client."""
+    headers = draft.headers() | {"Content-Type": answer.content_type}
+    return web.Response(status=answer.status, body=answer.body, headers=headers)

@@ -1,0 +1,243 @@
+"""One request through stock vLLM engines, from its arrival to its end.
+
+    nixl        prefill leg ──▶ its reference ──▶ decode leg ──▶ answer
+    nixl-push   decode leg ──▶ answer
+                prefill leg, at the same time and under the same X-Request-Id
+    local       decode leg without a reference ──▶ answer
+
+**Nothing is verified.** An engine takes what a reference names for the KV of the prompt that comes with it,
+and no router can know better. What a router can do, this one does: a reference is used once, by the request
+that it was made for or by the next turn that repeats it; an attempt that fails is not repaired with what is
+left of it, but begun anew under another X-Request-Id; and whatever needs more than one reader is computed on
+the decode engine.
+
+After a failure that the client has seen nothing of: another prefill engine, or none; another decode engine if
+there is one. The legs' connections are closed first, which ends them. A decode engine that is pushed to would
+wait for a failed prefill leg for ever, so its leg is closed as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import RequestError, unavailable
+from kvhandoff.core.ids import new_handoff_id
+from kvhandoff.core.phases import Phase, PhaseTimer
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router.answers import Answer
+from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.engine import describe
+from kvhandoff.router.policy import (
+    PATH_HEADER,
+    FleetView,
+    Path,
+    PathChoice,
+    RequestSummary,
+    choose_decode,
+    choose_prefill,
+    requested_path,
+)
+from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode, read_reference
+from kvhandoff.router.upstream_config import UpstreamConfig
+from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
+from kvhandoff.router.upstream_legs import Job, Outcome, Refused, UpstreamFailed, UpstreamLegs, whole_response
+from kvhandoff.router.upstream_references import References, Turn
+from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response, read_body
+
+log = logging.getLogger(__name__)
+
+
+class UpstreamRelay:
+    """Carries requests. Used on the event loop's thread only."""
+
+    def __init__(
+        self,
+        config: UpstreamConfig,
+        fleet: UpstreamFleet,
+        session: aiohttp.ClientSession,
+        records: Records,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._records = records
+        self._clock = clock
+        self._references = References(config.max_conversations, config.reference_s, clock)
+        self._legs = UpstreamLegs(session, config.timeouts, self._references, clock)
+
+    async def answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        """The response to a client's request; its record is closed when this returns or is cancelled."""
+        timer = PhaseTimer(self._clock)
+        draft = self._records.open(new_handoff_id(), endpoint=endpoint, requested_path=self._config.path)
+        draft.walls, draft.connector, draft.joinable = timer.seconds, self._config.connector, False
+        status = CLIENT_LEFT
+        try:
+            job = await self._admit(request, draft, timer)
+            log.info("%s: path %s, %s", draft.handoff_id, draft.path, draft.model)
+            response, status = await self._attempts(job)
+        except Refused as refused:
+            status = refused.answer.status
+            return whole_response(draft, refused.answer)
+        except RequestError as error:
+            status = error.status
+            return error_response(error, draft.headers())
+        except ClientGone:
+            return web.Response(status=status)  # nobody receives it
+        finally:
+            if status == CLIENT_LEFT and draft.complete:
+                status = 200  # it closed its connection, as clients do, a moment before we did
+            if status == CLIENT_LEFT:
+                draft.because(Reason.CLIENT_ABORTED)
+            self._records.close(draft, status, self._clock() - timer.started)
+        return response
+
+    async def _admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Job:
+        config = self._config
+        choice = requested_path(request.headers.get(PATH_HEADER), config.path)
+        if choice not in config.paths:
+            allowed = ", ".join(config.paths)
+            why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
+            raise RequestError(why, param=PATH_HEADER)
+        draft.requested_path = choice
+        fields = parse_body(await read_body(request, config.max_body_bytes, config.timeouts.body_s))
+        summary = summarize(fields, draft.endpoint)
+        served = self._fleet.models()
+        if not served:
+            raise unavailable("no decode engine has answered yet", code=Reason.NO_DECODE_ENGINE)
+        draft.model = read_model(fields, ", ".join(sorted(served)))
+        if draft.model not in served:
+            raise unknown_model(draft.model, served)
+        draft.path, reason = self._choose_path(choice, fields, summary)
+        if reason is not None:
+            draft.because(reason)
+        remembered = draft.path == "pull" and config.keep_references
+        turn = Turn(fields, request.headers, summary) if remembered else None
+        return Job(request=request, fields=fields, summary=summary, draft=draft, timer=timer, turn=turn)
+
+    def _choose_path(
+        self, choice: PathChoice, fields: Fields, summary: RequestSummary
+    ) -> tuple[Path, Reason | None]:
+        """A reference has one reader, once."""
+        if summary.prompts > 1:
+            return "local", Reason.SEVERAL_PROMPTS
+        if _answers(fields) > 1:
+            return "local", Reason.SEVERAL_ANSWERS
+        if summary.prompt_logprobs:
+            return "local", Reason.PROMPT_LOGPROBS
+        if choice == "local":
+            return "local", Reason.FORCED
+        return self._config.mode, None if choice == "auto" else Reason.FORCED
+
+    async def _attempts(self, job: Job) -> Outcome:
+        draft, timeouts = job.draft, self._config.timeouts
+        while True:
+            draft.attempts += 1
+            try:
+                return await self._attempt(job)
+            except UpstreamFailed as failure:
+                detail = f" ({describe(failure.__cause__)})" if failure.__cause__ else ""
+                log.warning("%s: attempt %d: %s%s", draft.handoff_id, draft.attempts, failure, detail)
+                of_prefill = failure.engine.role == "prefill"
+                draft.because(Reason.PREFILL_FAILED if of_prefill else Reason.DECODE_FAILED)
+                job.avoid.add(failure.engine.url)
+                _write_off(job)
+                too_late = self._clock() - job.timer.started > timeouts.retry_s
+                if draft.attempts >= self._config.max_attempts or too_late:
+                    raise failure.as_error() from failure
+
+    async def _attempt(self, job: Job) -> Outcome:
+        source = self._source(job)
+        if source is None:
+            target = await self._target(job)
+            job.timer.mark(Phase.ROUTE)
+            return await self._legs.decode(job, target, None)
+        if job.draft.path == "push":
+            return await self._push(job, source, await self._target(job))
+        return await self._pull(job, source)
+
+    async def _pull(self, job: Job, source: UpstreamEngine) -> Outcome:
+        kept = self._references.take(job.turn) if job.turn is not None else None
+        await self._target(job)  # no prompt is computed for a fleet that can't decode
+        job.timer.mark(Phase.ROUTE)
+        answer = await self._legs.prefill(job, source, PULL_PREFILL if kept is None else kept.params)
+        job.timer.mark(Phase.PREFILL_NETWORK)
+        reference = read_reference(answer.body)
+        if reference is None:
+            raise UpstreamFailed(source, "its answer has no kv_transfer_params; does it run NixlConnector?")
+        target = await self._target(job, None if kept is None else kept.holder)
+        job.timer.mark(Phase.BIND)
+        return await self._legs.decode(job, target, reference)
+
+    async def _push(self, job: Job, source: UpstreamEngine, target: UpstreamEngine) -> Outcome:
+        job.timer.mark(Phase.ROUTE)
+        beside = asyncio.create_task(self._prefill_beside(job, source))
+        try:
+            outcome = await self._legs.decode(job, target, push_decode(source.address), beside)
+            # It is done but for the last bytes of its answer, or the decode engine had all of the prompt.
+            await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
+            return outcome
+        finally:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+
+    async def _prefill_beside(self, job: Job, source: UpstreamEngine) -> Answer:
+        started = self._clock()
+        answer = await self._legs.prefill(job, source, PUSH_PREFILL)
+        job.draft.prefill_wall_s = self._clock() - started
+        return answer
+
+    def _source(self, job: Job) -> UpstreamEngine | None:
+        """The prefill engine, if the path needs one. When none is left, the path is local."""
+        if job.draft.path == "local":
+            return None
+        choice = choose_prefill(self._view(job), job.draft.model, job.avoid)
+        if isinstance(choice, Reason):
+            job.draft.because(choice)
+            job.draft.path = "local"
+            return None
+        return self._fleet.by_url[choice.url]
+
+    async def _target(self, job: Job, holder: str | None = None) -> UpstreamEngine:
+        """The decode engine, `holder` if that is as good. Raises RequestError (503) when there is none."""
+        choice = choose_decode(self._view(job), job.draft.model, job.avoid, holder)
+        if isinstance(choice, Reason):
+            await self._fleet.poll(self._fleet.decode)  # one that has just been started may be up
+            choice = choose_decode(self._view(job), job.draft.model, job.avoid, holder)
+        if isinstance(choice, Reason):
+            job.draft.because(choice)
+            problems = "".join(f"; {engine}: {engine.problem}" for engine in self._fleet.decode)
+            raise unavailable(f"no decode engine for {job.draft.model!r} is healthy{problems}", code=choice)
+        return self._fleet.by_url[choice.url]
+
+    def _view(self, job: Job) -> FleetView:
+        model, fleet = job.draft.model, self._fleet
+        return FleetView(
+            [engine.view(model) for engine in fleet.prefill], [engine.view(model) for engine in fleet.decode]
+        )
+
+
+def _write_off(job: Job) -> None:
+    """What the failed attempt took was for nothing."""
+    job.draft.prefill = job.draft.decode = job.draft.prefill_wall_s = None
+    job.timer.mark(Phase.RETRY)
+    for phase in (Phase.PREFILL_NETWORK, Phase.BIND, Phase.DECODE_NETWORK):
+        job.timer.seconds[Phase.RETRY] += job.timer.seconds.pop(phase, 0.0)
+
+
+def _answers(fields: Fields) -> int:
+    """How many are asked for; a value that is no number is the engine's to refuse."""
+    asked = 1
+    for name in ("n", "best_of"):
+        try:
+            asked = max(asked, msgspec.json.decode(fields.get(name, b"1"), type=int))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return asked
