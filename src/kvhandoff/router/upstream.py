@@ -151,9 +151,9 @@ def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> 
     return app
 
 
-async def serve_upstream(config: UpstreamConfig) -> Server:
+async def serve_upstream(config: UpstreamConfig, *, clock: Clock = monotonic) -> Server:
     """Start to listen. The engines have been asked for their health once when this returns.
 
     Raises ConfigError when the address can't be had.
     """
-    return await listen(create_upstream_app(config), config.host, config.port)
+    return await listen(create_upstream_app(config, clock=clock), config.host, config.port)
