@@ -1,4 +1,4 @@
-"""The command line: `kvhandoff up`, `engine`, `router`.
+"""The command line: `kvhandoff up`, `engine`, `router`, `doctor`.
 
 Bad input ends with a message on standard error and exit code 2; `--help` loads neither torch nor a model.
 """
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvhandoff import __version__
-from kvhandoff.cli import engine, router, up
+from kvhandoff.cli import doctor, engine, router, up
 from kvhandoff.core.errors import ConfigError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("engine")(engine.engine)
 app.command("router")(router.router)
+app.command("doctor")(doctor.doctor)
 
 
 @app.callback(invoke_without_command=True)

@@ -71,6 +71,13 @@ class SidePages:
         self._found = found
         return state
 
+    async def about(self) -> dict[str, str]:
+        """What is in use there, for people; `state` has found it before. Raises NoReport and DecodeError."""
+        status, body = await self._get(f"{self.url}/internal/about")
+        if status != 200:
+            raise NoReport(f"what it says of itself is refused with status {status}")
+        return msgspec.json.decode(body, type=dict[str, str])
+
     async def post(self, action: str, signed: str) -> tuple[int, EngineError]:
         """POST a ticket to `/internal/{action}`: the status, and the error when it was not taken."""
         async with self._session.post(
