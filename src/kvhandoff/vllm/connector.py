@@ -1,4 +1,5 @@
-"""The connector class that vLLM makes: one object in its core process (the scheduler's half), one in each worker.
+"""The connector class that vLLM makes: one object in its core process (the scheduler's half), one in each
+worker.
 
 It only passes on: `scheduler_half.py` and `worker_half.py` do the work. What differs between the supported
 versions of vLLM is here as well.
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+import vllm
 from kvhandoff.engine.agent import EngineFacts
 from kvhandoff.vllm.cache_layout import cache_facts
 from kvhandoff.vllm.driver import Driver

@@ -23,8 +23,8 @@ class VllmKVRequest(KVRequest):
 
 
 class VllmLeg(KVLeg):
-    """No engine from inside can end a request of vLLM's: whoever sent it closes the connection. Until then it is
-    made to run on its own, so that nothing waits for KV that will not come (rule 3)."""
+    """Nobody inside the engine can end a request of vLLM's: whoever sent it closes the connection. Until then
+    it is made to run on its own, so that nothing waits for KV that will not come (rule 3)."""
 
     def yields(self) -> bool:
         """See `KVLeg`."""

@@ -1,8 +1,8 @@
 """Which tokens of a prompt are computed for certain: a step counts when it has come back.
 
 vLLM plans a step, the workers run it, its output comes back, under asynchronous scheduling one or more steps
-later. Each step has a number, which goes to the workers with its metadata and comes back with its output; what
-was planned for it is kept here in between. Used on vLLM's main thread.
+later. Each step has a number, which goes to the workers with its metadata and comes back with its output;
+what was planned for it is kept here in between. Used on vLLM's main thread.
 """
 
 from __future__ import annotations
@@ -79,3 +79,25 @@ class Progress:
 def _computes_prompt(tracked: Tracked) -> bool:
     """Whether what it computes is of interest: of a leg, up to the prompt's end."""
     return tracked.kv is not None and not tracked.kv.stats.prefilled_at
+
+
+def begin(tracked: Tracked, now: float) -> None:
+    """A request begins to run: write down where its prompt's KV comes from, as far as it is there."""
+    if tracked.kv is None or not _computes_prompt(tracked):
+        return
+    stats = tracked.kv.stats
+    stats.runnable_at = now
+    stats.cached_tokens = tracked.local_tokens
+    loaded = min(tracked.loaded_tokens, stats.prompt_tokens - 1)  # the last one is computed in any case
+    stats.transferred_tokens = max(0, loaded - tracked.local_tokens)
+    stats.computed_tokens = stats.prompt_tokens - stats.cached_tokens - stats.transferred_tokens
+
+
+def advance(tracked: Tracked, computed: int, now: float) -> None:
+    """A step that computed some of its prompt has come back; with the last of it the first token has."""
+    if tracked.kv is None or tracked.leg is None or not _computes_prompt(tracked):
+        return
+    stats = tracked.kv.stats
+    stats.prefill_chunks += 1
+    if computed >= stats.prompt_tokens:
+        stats.prefilled_at = tracked.leg.first_token_at = now

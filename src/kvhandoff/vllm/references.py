@@ -1,8 +1,8 @@
 """References on vLLM's blocks that the handoff side holds: lent by `touch`, given back by `free_blocks`.
 
-A block that has a reference is not re-issued (rule 2: no use after free). So an offer, a turn that is kept and a
-given-up load's targets outlive their request by nothing but a reference, and vLLM frees what is its own at
-once: no request's free is ever delayed.
+A block that has a reference is not re-issued (rule 2: no use after free). So an offer, a turn that is kept
+and a given-up load's targets outlive their request by nothing but a reference, and vLLM frees what is its own
+at once: no request's free is ever delayed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BlockReferences:
     def give_back(self, blocks: Sequence[int]) -> list[int]:
         """One reference less on each. The last ones are re-issued first: what begins a chain is worth most.
 
-        Returns those without a reference: nothing is done to them, since a second release would take them from
-        an owner.
+        Returns those without a reference: nothing is done to them, since a second release would take them
+        from an owner.
         """
         strangers, ours = [], []
         for block in reversed(blocks):

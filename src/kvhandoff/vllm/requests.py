@@ -1,7 +1,7 @@
 """What each request's load stands at with vLLM: the one place that decides what vLLM is told of it.
 
     state       event      action         next        why
-    ----------  ---------  -------------  ----------  ------------------------------------------------------------
+    ----------  ---------  -------------  ----------  --------------------------------------------------------
     PLAIN       ran        -              PLAIN       nothing is loaded
     PLAIN       loaded     -              PLAIN       (late)
     PLAIN       missed     -              PLAIN       (late)
@@ -32,9 +32,9 @@ and, where vLLM would compute a failed load's rest in the very blocks that it wa
 
     ALLOCATED   missed     -              FENCING     nothing may land in them any more first
 
-vLLM's own rules, upheld by this table: a load is reported once, and only if its blocks were allocated; a second
-report, or one of a request that vLLM has forgotten, ends the engine. What belongs to no state (`allocated` when
-nothing was asked for) is an error of this package and raises ValueError.
+vLLM's own rules, upheld by this table: a load is reported once, and only if its blocks were allocated; a
+second report, or one of a request that vLLM has forgotten, ends the engine. What belongs to no state
+(`allocated` when nothing was asked for) is an error of this package and raises ValueError.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvhandoff.core.chain import TokenChain
 from kvhandoff.engine.api import KVRequest
 from kvhandoff.vllm.leg import VllmLeg
 from kvhandoff.vllm.shapes import Request
@@ -132,6 +133,8 @@ class Tracked:
     kv: KVRequest | None = None
     """None: a plain request."""
     leg: VllmLeg | None = None
+    root: bytes = b""
+    """What its token chain starts from."""
     ticket: str | None = None
     """As it came, of a request that obeys one."""
     refused: str | None = None
@@ -171,6 +174,11 @@ class Tracked:
             raise ValueError(f"request {self.request.request_id}: {event} in state {self.state}")
         action, self.state = found
         return action
+
+    @property
+    def chain(self) -> TokenChain | None:
+        """The prompt's; None for a plain request."""
+        return None if self.kv is None else self.kv.chain
 
     @property
     def targets(self) -> list[int]:

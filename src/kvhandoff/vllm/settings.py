@@ -1,4 +1,4 @@
-"""What an operator may set in `kv_transfer_config`, checked: names, values, and the deployments that are served."""
+"""What an operator may set in `kv_transfer_config`, checked; and which deployments are served."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             key = os.environ.get(CLUSTER_KEY_ENV, "").encode()
         if not key:
             raise ConfigError(
-                f"cluster key: none given; set ${CLUSTER_KEY_ENV}, or cluster_key_file in kv_connector_extra_config"
+                f"cluster key: none given; set ${CLUSTER_KEY_ENV}, or cluster_key_file in the extra config"
             )
         return key
 
@@ -139,11 +139,10 @@ def _check_deployment(vllm_config: Any) -> None:
         raise _refused("nnodes", parallel.nnodes, "1: all ranks of an engine on one host")
     ranks_of_one_server = parallel.data_parallel_size > 1 or re.search(r"_dp\d+$", transfer.engine_id or "")
     if ranks_of_one_server and not parallel.data_parallel_external_lb:
-        raise _refused(
-            "data_parallel_size",
-            parallel.data_parallel_size,
-            "1, or one server for each rank (--data-parallel-rank): the router has to know which rank it asks",
+        allowed = (
+            "1, or a server for each rank (--data-parallel-rank): the router has to know which one it asks"
         )
+        raise _refused("data_parallel_size", parallel.data_parallel_size, allowed)
     if vllm_config.speculative_config is not None:
         raise _refused("speculative_config", "one", "none")
     if not vllm_config.model_config.disable_cascade_attn:

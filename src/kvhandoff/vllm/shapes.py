@@ -1,5 +1,5 @@
-"""The parts of vLLM's objects that the scheduler half reads, as structural types: their names and meanings are
-vLLM's. So everything but `connector.py` and `plugin.py` runs, and is tested, without vLLM."""
+"""The parts of vLLM's objects that the scheduler half reads: structural types with vLLM's names and meanings.
+So everything but `connector.py` and `plugin.py` runs, and is tested, without vLLM."""
 
 from __future__ import annotations
 
