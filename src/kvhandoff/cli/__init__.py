@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvhandoff import __version__
-from kvhandoff.cli import doctor, engine, router, up
+from kvhandoff.cli import doctor, engine, router, up, vllm_engine
 from kvhandoff.core.errors import ConfigError
 
 app = typer.Typer(
@@ -21,10 +21,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("up")(up.up)
+_WITH_VLLM_ARGUMENTS = {"allow_extra_args": True}
+"""What follows `--` is for vLLM."""
+app.command("up", context_settings=_WITH_VLLM_ARGUMENTS)(up.up)
 app.command("engine")(engine.engine)
 app.command("router")(router.router)
 app.command("doctor")(doctor.doctor)
+app.command("vllm-engine", hidden=True, context_settings=_WITH_VLLM_ARGUMENTS)(vllm_engine.vllm_engine)
 
 
 @app.callback(invoke_without_command=True)

@@ -38,7 +38,9 @@ class Child:
 
         Raises ConfigError when it ended with exit code 2 (it said why on standard error), ChildFailed else.
         """
-        command = [sys.executable, "-m", "kvhandoff", *self.arguments, "--port", str(self.port), "--lifeline"]
+        name, *arguments = self.arguments
+        ours = [name, "--port", str(self.port), "--lifeline"]
+        command = [sys.executable, "-m", "kvhandoff", *ours, *arguments]
         self.process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

@@ -18,11 +18,16 @@ from kvhandoff.cli.children import Child, ChildFailed, keep_running
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, Level, check_port, stop_event
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
 from kvhandoff.cli.router import MissOption, PathOption, Retain, RetainOption, ReturnMode, ReturnOption
+from kvhandoff.cli.up_vllm import Kind, vllm_children
+from kvhandoff.core.errors import ConfigError
 
 _Result = TypeVar("_Result")
 
 
 def up(
+    context: typer.Context,
+    engine: Kind = typer.Option(Kind.EMBEDDED, help="Kind of the engines; what follows -- is for vLLM."),
+    vllm_command: str = typer.Option("vllm", help="With --engine vllm: how vLLM is called."),
     model: str = typer.Option("smollm2", help="smollm2, a model directory, or a Hugging Face id."),
     prefill: int = typer.Option(1, min=0, help="Prefill engines."),
     decode: int = typer.Option(1, min=1, help="Decode engines."),
@@ -45,27 +50,34 @@ def up(
     log_level: Level = typer.Option(Level.WARNING, help="The least serious events that are logged."),
 ) -> None:
     """Serve a model through prefill engines, decode engines and a router on this machine."""
-    from kvhandoff.embedded.models import resolve_model
-
     check_port(host, port)
-    model_dir = resolve_model(model)
-    engines = prefill + decode
-    key = secrets.token_hex(32)
-    environment = {**os.environ, CLUSTER_KEY_ENV: key}
-    common = [
-        *("--model", str(model_dir), "--model-name", model),
-        *("--transport", transport, "--dtype", dtype, "--exact" if exact else "--no-exact"),
-        *("--kv-memory", str(kv_memory), "--block-size", str(block_size)),
-        *("--max-num-seqs", str(max_num_seqs), "--log-level", log_level),
-        "--prefix-cache" if prefix_cache else "--no-prefix-cache",
-        *("--threads", str(threads or max(1, (os.cpu_count() or 1) // engines))),
-    ]
+    engines = [("prefill", f"prefill-{i}") for i in range(prefill)]
+    engines += [("decode", f"decode-{i}") for i in range(decode)]
+    environment = {**os.environ, CLUSTER_KEY_ENV: secrets.token_hex(32)}
 
-    def engine(role: str, index: int) -> Child:
-        name = f"{role}-{index}"
-        return Child(name, ["engine", "--role", role, "--engine-id", name, *common], environment)
+    def embedded() -> list[Child]:
+        from kvhandoff.embedded.models import resolve_model
 
-    children = [engine("prefill", i) for i in range(prefill)] + [engine("decode", i) for i in range(decode)]
+        if context.args:
+            given = " ".join(context.args)
+            raise ConfigError(f"arguments: got {given}, allowed without --engine vllm are none")
+        common = [
+            *("--model", str(resolve_model(model)), "--model-name", model),
+            *("--transport", transport, "--dtype", dtype, "--exact" if exact else "--no-exact"),
+            *("--kv-memory", str(kv_memory), "--block-size", str(block_size)),
+            *("--max-num-seqs", str(max_num_seqs), "--log-level", log_level),
+            "--prefix-cache" if prefix_cache else "--no-prefix-cache",
+            *("--threads", str(threads or max(1, (os.cpu_count() or 1) // len(engines)))),
+        ]
+        return [
+            Child(name, ["engine", "--role", role, "--engine-id", name, *common], environment)
+            for role, name in engines
+        ]
+
+    def vllm() -> list[Child]:
+        return vllm_children(
+            context, engines, model, vllm_command, environment, on_miss=on_miss, log_level=log_level
+        )
 
     def router(urls: list[str]) -> Child:
         arguments = ["router", "--host", host, "--log-level", log_level]
@@ -74,7 +86,7 @@ def up(
             arguments += ["--prefill" if index < prefill else "--decode", url]
         return Child("router", arguments, environment, port=port)
 
-    uvloop.run(_serve(children, router, model))
+    uvloop.run(_serve(vllm() if engine is Kind.VLLM else embedded(), router, model))
 
 
 async def _serve(engines: list[Child], make_router: Callable[[list[str]], Child], model: str) -> None:
@@ -87,7 +99,7 @@ async def _serve(engines: list[Child], make_router: Callable[[list[str]], Child]
             started = await _unless(stop, asyncio.gather(*(child.start() for child in engines)))
             if started is None:
                 return
-            router = make_router([facts["url"] for facts in started])
+            router = make_router([facts.get("address", facts["url"]) for facts in started])
             children.append(router)
             facts = await _unless(stop, router.start())
             if facts is None:
