@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import pytest
@@ -338,41 +340,66 @@ def test_a_plane_that_has_nothing_to_do_is_not_woken(kind: str, engine: type[Eng
     b.quit()
 
 
+def sealed(facts: dict[str, Any]) -> bytes:
+    """Metadata whose checksum is right, if there is one."""
+    if "checksum" in facts:
+        digest = blake2b(msgspec.msgpack.encode(facts | {"checksum": b""}), digest_size=16).digest()
+        facts |= {"checksum": digest}
+    return msgspec.msgpack.encode(facts)
+
+
 def test_metadata_that_lie_are_refused(kind: str, engine: type[Engine]) -> None:
     a, b = engine(kind, "a"), engine(kind, "b")
     truth = msgspec.msgpack.decode(b.metadata)
-    lies = {
-        "more blocks": {"num_blocks": 17},
-        "countless blocks": {"num_blocks": 2**50},
-        "no blocks": {"num_blocks": 0},
-        "negative": {"num_blocks": -1},
-        "beyond 64 bits": {"num_blocks": 2**63},
-        "a string": {"block_bytes": "4096"},
-        "unknown field": {"extra": 1},
+    assert sealed(dict(truth)) == b.metadata
+    lies: dict[str, tuple[dict[str, Any], str]] = {
+        "more blocks": ({"num_blocks": 17}, "not registered" if kind == "nixl" else "its metadata say 69632"),
+        "countless blocks": ({"num_blocks": 2**50}, "more than" if kind == "nixl" else "its metadata say"),
+        "no blocks": ({"num_blocks": 0}, "Expected `int` >= 1 - at `$.num_blocks`"),
+        "negative": ({"num_blocks": -1}, "Expected `int` >= 1 - at `$.num_blocks`"),
+        "beyond 64 bits": ({"num_blocks": 2**63}, "Expected `int` <= 4611686018427387904"),
+        "a string": ({"num_blocks": "16"}, "Expected `int`, got `str` - at `$.num_blocks`"),
+        "unknown field": ({"extra": 1}, "unknown field `extra`"),
     }
     if kind == "shm":
         lies |= {
-            "fewer blocks": {"num_blocks": 15},
-            "another host": {"host": "elsewhere/pid:[1]"},
-            "another region": {"name": "kvhandoff-0"},
-            "another file": {"fd": 0},
-            "a closed file": {"fd": 2**31 - 1},
-            "a recycled pid": {"pid": a.process.pid},
-            "no such pid": {"pid": 2**31 - 1},
+            "fewer blocks": ({"num_blocks": 15}, "its metadata say 61440"),
+            "another host": ({"host": "elsewhere/pid:[1]"}, "one host"),
+            "another region": ({"name": "kvhandoff-0"}, "is not the region of that name"),
+            "another file": ({"fd": 0}, "is not the region of that name"),
+            "a closed file": ({"fd": 2**31 - 1}, "No such file"),
+            "a recycled pid": ({"pid": a.process.pid}, "can't map the memory"),
+            "no such pid": ({"pid": 2**31 - 1}, "can't map the memory"),
         }
     else:
+        [[address, stride, size]] = truth["pieces"]
         lies |= {
-            "another agent": {"agent_name": "b@1"},
-            "other memory": {"address": 4096},
-            "damaged": {"agent_metadata": truth["agent_metadata"][:-1]},
+            "another agent": ({"agent_name": "b@1"}, "the metadata of b@1 are those of agent b@0"),
+            "another backend": ({"backend": "LIBFABRIC"}, "NIXL's backend is UCX here, LIBFABRIC there"),
+            "other memory": ({"pieces": [[4096, stride, size]]}, "16 blocks at 0x1000 are not registered"),
+            "a GPU's memory": ({"memory": "vram"}, "not registered"),
+            "a wider stride": ({"pieces": [[address, stride + 1, size]]}, "not registered"),
+            "a narrower stride": ({"pieces": [[address, stride - 1, size]]}, "size must be 1 to stride"),
+            "smaller blocks": ({"pieces": [[address, stride, 4]]}, "4096 bytes here, 4 bytes there"),
+            "more pieces": (
+                {"pieces": [[address, stride, size // 2], [address + size // 2, stride, size // 2]]},
+                "blocks have 1 pieces here, 2 pieces there",
+            ),
+            "overlapping pieces": ({"pieces": [[address, stride, size]] * 2}, "pieces overlap"),
+            "no pieces": ({"pieces": []}, "Expected `array` of length >= 1"),
+            "beyond memory": ({"pieces": [[2**62, 2**60, size]]}, "reaches beyond memory"),
         }
-    for what, lie in lies.items():
-        refusal = a.ask("connect", b.identity, msgspec.msgpack.encode(truth | lie))
+    for what, (lie, words) in lies.items():
+        refusal = a.ask("connect", b.identity, sealed(truth | lie))
         assert refusal is not None, what
         assert refusal.startswith("connect b@0: "), what
+        assert words in refusal, (what, refusal)
     missing = dict(truth)
     del missing["num_blocks"]
-    assert "num_blocks" in a.ask("connect", b.identity, msgspec.msgpack.encode(missing))
+    assert "num_blocks" in a.ask("connect", b.identity, sealed(missing))
+    if kind == "nixl":
+        damaged = truth | {"agent_metadata": truth["agent_metadata"][:-1]}
+        assert "(checksum)" in a.ask("connect", b.identity, msgspec.msgpack.encode(damaged))
     assert a.connect(b) is None
     assert a.move("read", b, [(0, 0, 16)]) == "done"
     a.quit()

@@ -91,8 +91,9 @@ class NixlAgent:
             self._agent: Any = self._nixl.nixlAgent(name, config)
             self._backends = [self._agent.createBackend(backend, {**parameters, **options})]
         except self._errors as error:
+            given = f" with {dict(options)}" if options else ""
             raise ConfigError(
-                f"transport: NIXL's {backend} backend can't be started ({error}); "
+                f"transport: NIXL's {backend} backend can't be started{given} ({error}); "
                 f"backends that load here: {', '.join(self._loadable()) or 'none'}"
             ) from error
         self._failed_start_is_over = backend == "UCX"

@@ -24,7 +24,7 @@ class NixlMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     agent_metadata: bytes
     """NIXL's own format: connection information and keys of registered memory."""
     checksum: bytes
-    """Of `agent_metadata`: NIXL takes damaged addresses and keys for good ones."""
+    """Of all else here: NIXL takes damaged addresses and keys for good ones."""
     memory: MemoryKind
     device: _Device
     num_blocks: _Positive
@@ -48,13 +48,13 @@ def encode(agent_name: str, backend: str, agent_metadata: bytes, region: Region)
         agent_name=agent_name,
         backend=backend,
         agent_metadata=agent_metadata,
-        checksum=_checksum(agent_metadata),
+        checksum=b"",
         memory=region.memory,
         device=region.device,
         num_blocks=region.num_blocks,
         pieces=tuple((piece.address, piece.stride, piece.size) for piece in region.pieces),
     )
-    return _encoder.encode(facts)
+    return _encoder.encode(msgspec.structs.replace(facts, checksum=_checksum(facts)))
 
 
 def decode(peer: Identity, metadata: bytes) -> NixlMetadata:
@@ -63,7 +63,7 @@ def decode(peer: Identity, metadata: bytes) -> NixlMetadata:
         facts = _decoder.decode(metadata)
     except msgspec.DecodeError as error:
         raise TransportError(f"connect {peer}: malformed nixl metadata ({error})") from error
-    if facts.checksum != _checksum(facts.agent_metadata):
+    if facts.checksum != _checksum(facts):
         raise TransportError(f"connect {peer}: damaged nixl metadata (checksum)")
     try:
         check_pieces(facts.layout, facts.num_blocks)
@@ -72,5 +72,5 @@ def decode(peer: Identity, metadata: bytes) -> NixlMetadata:
     return facts
 
 
-def _checksum(agent_metadata: bytes) -> bytes:
-    return blake2b(agent_metadata, digest_size=16).digest()
+def _checksum(facts: NixlMetadata) -> bytes:
+    return blake2b(_encoder.encode(msgspec.structs.replace(facts, checksum=b"")), digest_size=16).digest()
