@@ -52,6 +52,8 @@ _T = TypeVar("_T")
 _ATTACH_S = 10.0
 """How long a rank may take to answer the driver's first message."""
 
+_RECONNECT_MS = 60_000
+
 
 @dataclass(eq=False, slots=True)
 class _Rank:
@@ -192,7 +194,8 @@ class RankedMover:
         socket = self._context.socket(zmq.DEALER)
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.sndhwm = socket.rcvhwm = 0  # as many as the protocol's own bounds allow
-        socket.reconnect_ivl = -1
+        # Nobody will be there again. Without any reconnect, though, libzmq drops a rank's last words unread.
+        socket.reconnect_ivl = _RECONNECT_MS
         socket.linger = 0
         socket.connect(address)
         return socket
