@@ -43,7 +43,7 @@ def test_every_duration_message_and_ticket_field_is_explained() -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-REFERENCE = r"`((?:(?:e2e|router|handoff|embedded|transport|core)/)?[a-z0-9_]+):([a-z_0-9]+)`"
+REFERENCE = r"`((?:(?:e2e|router|handoff|embedded|engine|vllm|transport|core)/)?[a-z0-9_]+):([a-z_0-9]+)`"
 """`e2e/push:lengths` stands for `tests/e2e/test_push.py::test_lengths`."""
 
 

@@ -1,4 +1,4 @@
-"""What the random schedules stand on: clocks, a bad network, transfers, deaths; and nodes with their effects.
+"""What the random schedules stand on: clocks, a bad network, transfers; and nodes with their effects.
 
 Each method that a schedule may choose says whether there was anything to do.
 """
@@ -14,6 +14,7 @@ from kvhandoff.core.ids import Identity
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff.messages import ClaimGranted, WrongEpoch, decode, encode
 from kvhandoff.handoff.settings import HandoffSettings
+from tests.handoff.deaths import Deaths
 from tests.handoff.toy import Engine, check
 from tests.handoff.traffic import Traffic
 from tests.handoff.wire import Transfer, Wire
@@ -50,18 +51,28 @@ class Ground:
         """Whether bytes and answers tend to come when the leases end."""
         settings = SLOW_READS if self.sluggish else SETTINGS
         ranks, pool = rng.choice((1, 2)), rng.choice((8, 12, 24))
+        self.several = rng.random() < 0.5
+        """Whether engines have several processes."""
         self.engines = [
-            Engine(name, f"addr-{name}", rng.uniform(0.96, 1.04), rng.uniform(0, 1000), ranks, pool, settings)
+            Engine(
+                name,
+                f"addr-{name}",
+                rng.uniform(0.96, 1.04),
+                rng.uniform(0, 1000),
+                ranks,
+                pool,
+                settings,
+                self.several,
+            )
             for name in ("e0", "e1", "e2")
         ]
         self.traffic = Traffic(self)
+        self.deaths = Deaths(self)
         self.network: list[tuple[str, str, bytes]] = []
         """(sender's address, receiver's address, message)."""
         self.held: dict[tuple[str, str], float] = {}
         """(sender's address, receiver's address) → until when messages wait."""
         self.connecting: list[tuple[Engine, Identity]] = []
-        self.dead: list[tuple[Engine, Identity, str]] = []
-        """Which engine is yet to hear whose death for certain, and where that one listened."""
         self.outcomes: Counter[str] = Counter()
         self.punctual = rng.random() < 0.7
         """Whether a tick that is due is never forgotten."""
@@ -78,7 +89,7 @@ class Ground:
         while self.network or self.connecting:
             while self.network:
                 _, address, raw = self.network.pop()
-                receiver = self._at(address)
+                receiver = self._listening(address)
                 assert receiver is not None
                 self.feed(receiver, ev.Received(decode(raw)))
             while self.connecting:
@@ -121,7 +132,7 @@ class Ground:
                 if self.time < self.held.get(network[index][:2], 0.0):
                     return False
             _, address, raw = network.pop(index)
-            engine = self._at(address)
+            engine = self._listening(address)
             if engine is not None:
                 envelope = decode(raw)
                 self.wire.received(engine, envelope)
@@ -155,7 +166,7 @@ class Ground:
         self.feed(engine, ev.PeerConnected(peer, None if fine else "no such memory"))
         return True
 
-    # ------------------------------------------------------------------------------- transfers and deaths
+    # ----------------------------------------------------------------------------------------- transfers
 
     def land_some(self) -> bool:
         """Some bytes land, whatever became of the request, or of the process that sent them."""
@@ -201,34 +212,6 @@ class Ground:
         else:
             self.feed(engine, ev.ReadFailed(key, transfer.peer, "connection reset"))
 
-    def crash(self) -> bool:
-        """kill -9 and a new life, at the same or at another address. What it was reading into is gone; what
-        it was writing may land until its death is certain."""
-        writes = [transfer for transfer in self.wire.transfers if transfer.is_write]
-        engine = self.rng.choice(self.engines)
-        if writes and self.rng.random() < 0.7:
-            engine = self.rng.choice((writes[-1].poster, writes[-1].engine))
-        life, address = engine.identity, engine.address
-        self.outcomes["crash while pushing"] += any(write.life == life for write in writes)
-        self.outcomes["crash while pushed to"] += any(write.memory is engine.memory for write in writes)
-        self.wire.transfers = [t for t in self.wire.transfers if t.life != life or t.is_write]
-        self.connecting = [(e, peer) for e, peer in self.connecting if e is not engine]
-        self.dead = [entry for entry in self.dead if entry[0] is not engine]
-        self.dead += [(other, life, address) for other in self.engines if life in other.watched]
-        if self.rng.random() < 0.3:
-            engine.address = f"addr-{engine.name}-{engine.life}"
-        engine.start()
-        return True
-
-    def death_known(self) -> bool:
-        """The operating system says that a process has ended."""
-        if not self.dead:
-            return False
-        hearer, life, _ = self.dead.pop(self.rng.randrange(len(self.dead)))
-        self.wire.died(life)
-        self.feed(hearer, ev.PeerDied(life))
-        return True
-
     def cut_off(self) -> bool:
         """A control connection breaks, whether or not the process on the other side has ended."""
         engine, other = self.rng.sample(self.engines, 2)
@@ -271,9 +254,8 @@ class Ground:
             case ev.Missed():
                 self.traffic.missed(engine, effect.load, effect.reason)
             case ev.WatchPeer():
-                engine.watched.add(effect.peer)
-                if self.living(effect.peer) is None:
-                    self.dead.append((engine, effect.peer, ""))
+                engine.watched.setdefault(effect.peer, effect.processes)
+                self.deaths.look(effect.peer, "")
             case ev.Noted():
                 self.outcomes[f"noted {effect.reason}"] += 1
             case ev.DisconnectPeer():
@@ -281,9 +263,11 @@ class Ground:
 
     def _send(self, engine: Engine, send: ev.Send) -> None:
         body = send.body
+        if self.deaths.nameless(engine):
+            return
         if isinstance(body, WrongEpoch) and body.wanted.engine_id == engine.name:
-            # One engine id is given to one process after the other: the former one has ended for certain.
-            self.wire.died(body.wanted)
+            # It has its names, so that each process which had one before has ended for certain.
+            self.deaths.certain(body.wanted)
         if self.sluggish and isinstance(body, ClaimGranted) and self.rng.random() < 0.8:
             self._tease(engine, send, body)
         self.wire.sent(engine, send)
@@ -307,8 +291,9 @@ class Ground:
         self.wire.check_freed(engine, blocks)
         engine.let_go(blocks)
 
-    def _at(self, address: str) -> Engine | None:
-        return next((engine for engine in self.engines if engine.address == address), None)
+    def _listening(self, address: str) -> Engine | None:
+        here = (engine for engine in self.engines if engine.address == address)
+        return next((engine for engine in here if not self.deaths.nameless(engine)), None)
 
     def _named(self, life: Identity) -> Engine:
         return next(engine for engine in self.engines if engine.name == life.engine_id)

@@ -9,7 +9,8 @@ import pytest
 
 from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.reasons import Reason
-from kvhandoff.handoff.events import FreeBlocks, Send
+from kvhandoff.handoff import peers
+from kvhandoff.handoff.events import FreeBlocks, Loaded, Send, WatchPeer
 from kvhandoff.handoff.grants import GrantLedger
 from kvhandoff.handoff.messages import ClaimGranted
 from kvhandoff.handoff.node import HandoffNode
@@ -17,6 +18,7 @@ from kvhandoff.handoff.offers import OfferLedger
 from kvhandoff.handoff.peers import Peer, PeerBook
 from kvhandoff.handoff.reads import ReadLedger
 from kvhandoff.handoff.writes import WriteLedger, _Over
+from tests.handoff.deaths import Deaths
 from tests.handoff.ground import SETTINGS
 from tests.handoff.world import STEPS, RuleBroken, World
 
@@ -54,6 +56,16 @@ def claim_not_awaited(patch: pytest.MonkeyPatch) -> None:
         return resolve(self, now, read)
 
     patch.setattr(ReadLedger, "_resolve", hasty)
+
+
+def loaded_beyond_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    resolve = ReadLedger._resolve
+
+    def boundless(self, now, read):
+        effects = resolve(self, now, read)
+        return [Loaded(e.load, read.matched_tokens) if isinstance(e, Loaded) else e for e in effects]
+
+    patch.setattr(ReadLedger, "_resolve", boundless)
 
 
 def expired_lease_trusted(patch: pytest.MonkeyPatch) -> None:
@@ -263,6 +275,16 @@ def fenced_while_writing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WriteLedger, "_fence", hasty)
 
 
+def died_when_its_first_process_has_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(peers, "_watch", lambda life, hello: [WatchPeer(life, hello.processes[:1])])
+
+
+def names_given_up_while_a_process_runs(patch: pytest.MonkeyPatch) -> None:
+    """Not the protocol's bug, but a broken promise: another life answers before all of the former's processes
+    have ended."""
+    patch.setattr(Deaths, "nameless", lambda self, engine: False)
+
+
 def pushes_without_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GrantLedger, "_expire", lambda self, now, push: [])
 
@@ -284,6 +306,7 @@ def revokes_sent_once(patch: pytest.MonkeyPatch) -> None:
         (chain_unchecked, "rule 1"),
         (blocks_unchecked, "rule 1"),
         (claim_not_awaited, "rule 1"),
+        (loaded_beyond_its_blocks, "rule 1"),
         (expired_lease_trusted, "rule 1"),
         (lease_counted_from_the_answer, "rule 1"),
         (clocks_compared, "rule 1"),
@@ -300,6 +323,8 @@ def revokes_sent_once(patch: pytest.MonkeyPatch) -> None:
         (sources_not_held_by_writes, "rule 2"),
         (late_grants_honoured, "rule 2"),
         (fenced_while_writing, "rule 2"),
+        (died_when_its_first_process_has_ended, "rule 2"),
+        (names_given_up_while_a_process_runs, "rule 2"),
         (claims_without_deadline, "rule 3"),
         (pushes_without_deadline, "rule 3"),
         (offers_never_end, "rule 4"),

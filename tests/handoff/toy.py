@@ -75,7 +75,7 @@ class Load:
     job: Job | None = None
     """The prompt whose beginning it is to bring; None: it is a decode leg's."""
     blocks: tuple[int, ...] | None = None
-    """All prompt blocks; those from `cached` on are the ledger's."""
+    """The prompt's blocks, or its first ones; those from `cached` on are the ledger's."""
     cached: int = 0
     waits: bool = True
     """Until it is loaded, missed or dropped."""
@@ -94,6 +94,7 @@ class Job:
     path: Path
     load: Load | None = None
     blocks: tuple[int, ...] | None = None
+    """The prompt's; after a load perhaps only its first ones."""
     ready: int = 0
     """Leading blocks that hold their content."""
     grown: int = 0
@@ -111,7 +112,7 @@ class Running:
 
 @dataclass(eq=False)
 class Engine:
-    """One engine process: a node, memory, and who holds which block."""
+    """One engine: a node, memory, who holds which block, and the processes that it runs in."""
 
     name: str
     address: str
@@ -121,6 +122,8 @@ class Engine:
     pool: int
     """How many blocks it has."""
     settings: HandoffSettings
+    several: bool = False
+    """Whether each writing rank is a process of its own, beside the node's."""
     life: int = 0
     node: HandoffNode = field(init=False)
     memory: Memory = field(init=False)
@@ -145,8 +148,11 @@ class Engine:
         self.loads: dict[HandoffKey, Load] = {}
         self.jobs: dict[HandoffKey, Job] = {}
         self.running: list[Running] = []
-        self.watched: set[Identity] = set()
-        """Lives whose end the operating system tells it of."""
+        self.watched: dict[Identity, tuple[str, ...]] = {}
+        """Lives whose end the operating system tells it of, and their processes."""
+        self.processes: tuple[str, ...] = (f"{self.identity}",)
+        if self.several:
+            self.processes += tuple(f"{self.identity}/{rank}" for rank in range(self.ranks))
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             model_fingerprint="model",
@@ -154,7 +160,7 @@ class Engine:
             num_blocks=self.pool,
             data_plane="toy",
             data_plane_metadata=b"",
-            processes=("toy",),
+            processes=self.processes,
         )
         self.node = HandoffNode(self.identity, self.address, hello, self.settings, ranks=self.ranks, log=16)
 
@@ -171,6 +177,10 @@ class Engine:
         if not self._due_known:
             self._due, self._due_known = self.node.next_deadline(), True
         return self._due
+
+    def mover(self, rank: int) -> str:
+        """The process that moves a rank's bytes."""
+        return self.processes[1 + rank] if self.several else self.processes[0]
 
     # ------------------------------------------------------------------------------------------ blocks
 

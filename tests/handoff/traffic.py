@@ -62,12 +62,16 @@ class Traffic:
             return job.load.blocks is None and self.allocate(engine, job.load)
         labels = job.prompt.labels
         if job.blocks is None:
-            found = self._find_blocks(engine, job.prompt)
+            found = self._find_blocks(engine, job.prompt, len(labels))
             if found is None:
                 return False
             cached, fresh = found
             job.blocks, job.ready = (*cached, *fresh), len(cached)
             return True
+        lacking = len(labels) - len(job.blocks)
+        if lacking > len(engine.free):
+            return False
+        job.blocks += engine.take(lacking, self.rng)
         check(engine.holds(job.blocks, labels[: job.ready]), "rule 1", f"{job.key} is computed on foreign KV")
         before, job.ready = job.ready, min(len(labels), job.ready + self.rng.randrange(1, 3))
         for position in range(before, job.ready):
@@ -136,7 +140,7 @@ class Traffic:
     def allocate(self, engine: Engine, load: Load) -> bool:
         if load.blocks is not None:
             return False
-        found = self._find_blocks(engine, load.prompt)
+        found = self._find_blocks(engine, load.prompt, self._room(load))
         if found is None:
             return False
         cached, fresh = found
@@ -149,6 +153,16 @@ class Traffic:
         self.world.feed(engine, ev.LoadAllocated(load.key, load.blocks, load.cached))
         return True
 
+    def _room(self, load: Load) -> int:
+        """For how many blocks the engine asks: all of the prompt's, those that can be filled at most, or any
+        number. A push fills all."""
+        count = len(load.prompt.labels)
+        if load.path == "push" or self.rng.random() < 0.5:
+            return count
+        if isinstance(load.offer, HistoryRef) and self.rng.random() < 0.7:
+            return min(load.offer.n_tokens, len(load.prompt.tokens) - 1) // BLOCK_SIZE
+        return self.rng.randrange(count)
+
     def _hand_over(self, engine: Engine, load: Load, fresh: tuple[int, ...]) -> None:
         """The ledger owns these blocks now, and the engine does not."""
         engine.keep(fresh)
@@ -156,10 +170,14 @@ class Traffic:
             engine.held[block] = 0
             engine.targets[block] = load
 
-    def _find_blocks(self, engine: Engine, wanted: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Blocks for a prompt, held by the engine: (those that have its beginning, the others)."""
+    def _find_blocks(
+        self, engine: Engine, wanted: Prompt, count: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """`count` blocks for a prompt, but one more than are cached if it has that many; held by the engine:
+        (those that have its beginning, the others)."""
         cached = engine.cached_prefix(wanted)
-        lacking = len(wanted.labels) - len(cached) - len(engine.free)
+        count = min(max(count, len(cached) + 1), len(wanted.labels))
+        lacking = count - len(cached) - len(engine.free)
         if lacking > 0:
             if self.rng.random() < 0.7:
                 engine.hold(cached)
@@ -167,7 +185,7 @@ class Traffic:
                 engine.drop(cached)
             return None
         engine.hold(cached)
-        fresh = engine.take(len(wanted.labels) - len(cached), self.rng)
+        fresh = engine.take(count - len(cached), self.rng)
         if not cached and len(fresh) > 1 and self.rng.random() < 0.2:  # computed here earlier
             cached, fresh = fresh[:1], fresh[1:]
             engine.write(cached[0], wanted.labels[0])
@@ -207,6 +225,8 @@ class Traffic:
         check(load.blocks is not None, "rule 1", f"{load.key} loaded without blocks")
         assert load.blocks is not None
         check(load.cached * BLOCK_SIZE < tokens <= chain.n_tokens, "rule 1", f"{load.key}: {tokens} tokens")
+        room = len(load.blocks) * BLOCK_SIZE
+        check(tokens <= room, "rule 1", f"{load.key}: {tokens} tokens in {len(load.blocks)} blocks")
         whole = tokens == chain.n_tokens
         check(whole or tokens % BLOCK_SIZE == 0, "rule 1", f"{load.key}: {tokens} tokens end inside a block")
         covered = labels[: -(-tokens // BLOCK_SIZE)]
@@ -224,7 +244,7 @@ class Traffic:
         engine.publish(load.prompt, load.blocks[: tokens // BLOCK_SIZE])
         blocks, load.blocks, job = load.blocks, None, load.job
         self._ended(engine, load, f"loaded {load.path}")
-        self._count_loaded(load, whole=whole)
+        self._count_loaded(load, tokens, room)
         if job is not None:
             job.blocks, job.ready = blocks, len(covered)
         elif whole:
@@ -232,9 +252,10 @@ class Traffic:
         else:
             engine.jobs[load.key] = Job(load.key, load.prompt, "local", None, blocks, len(covered))
 
-    def _count_loaded(self, load: Load, *, whole: bool) -> None:
+    def _count_loaded(self, load: Load, tokens: int, room: int) -> None:
         facts = {
-            "a part": not whole,
+            "a part": tokens < load.prompt.chain.n_tokens,
+            "as far as it has blocks": room == tokens < load.prompt.chain.n_tokens,
             "part of it cached": load.cached > 0,
             "after a re-binding": load.key.attempt > 0,
             f"then {load.job.path}" if load.job is not None else "then runs": True,

@@ -1,8 +1,9 @@
 """What moves between the toy engines: transfers, and the promises that were sent about them.
 
-A transfer's bytes land in any order and at any time until each of its ranks has reported; those of a dead
-process land until its death is certain. Promises (grants, fences, commits) are read off the messages as they
-are sent, and held against what the transfers do.
+A transfer's bytes land in any order and at any time until each of its ranks has reported. Those of a dead
+process land until its death is certain, and those of one that outlives its engine as long as it runs.
+Promises (grants, fences, commits) are read off the messages as they are sent, and held against what the
+transfers do.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Transfer:
     """(source block, target block)."""
     parts: dict[int, set[tuple[int, int, int]]]
     """Rank that has not reported → (shard, source block, target block) that has not landed."""
+    movers: tuple[str, ...]
+    """By rank, the process that moves its part."""
     starts_at: float = 0.0
     """Nothing lands before."""
     broken: bool = False
@@ -127,6 +130,7 @@ class Wire:
                 {},
                 pairs,
                 parts,
+                (reader.mover(0),),
                 broken=source.identity != peer,
             )
         )
@@ -167,6 +171,7 @@ class Wire:
                 promise.positions,
                 pairs,
                 parts,
+                tuple(writer.mover(rank) for rank in parts),
                 broken=target.identity != peer,
             )
         )
@@ -187,9 +192,14 @@ class Wire:
                         f"rule 2: {engine.name} frees {early}, {transfer.key} still takes from there"
                     )
 
-    def died(self, life: Identity) -> None:
-        """The process of this life has ended, for certain: nothing of what it wrote is under way any more."""
-        self.transfers = [transfer for transfer in self.transfers if transfer.life != life]
+    def died(self, life: Identity, ended: set[str]) -> None:
+        """It is certain that those processes of this life that have ended have: nothing of what they wrote is
+        under way any more."""
+        for transfer in self.transfers:
+            if transfer.life == life:
+                for rank in [rank for rank in transfer.parts if transfer.movers[rank] in ended]:
+                    del transfer.parts[rank]
+        self.transfers = [transfer for transfer in self.transfers if transfer.parts]
 
     # -------------------------------------------------------------------------------------- promises
 

@@ -2,9 +2,10 @@
 
 Each engine is a real `HandoffNode` with a toy engine around it (`toy.py`); each is the source of some
 requests and the destination of others. A router sends requests (`routing.py`), engines compute and load them
-(`traffic.py`), and time, messages, bytes and deaths come as they come (`ground.py`). A schedule is a sequence
-of random choices among what could happen; its *mood* says how likely each kind is, so that some schedules
-are calm, some lossy, some full of crashes. Rules are checked as they may break:
+(`traffic.py`), they die process by process (`deaths.py`), and time, messages and bytes come as they come
+(`ground.py`). A schedule is a sequence of random choices among what could happen; its *mood* says how likely
+each kind is, so that some schedules are calm, some lossy, some full of crashes. Rules are checked as they may
+break:
 
 1. right KV or none    - `Loaded`: the request's blocks hold the labels of its own chain, and so do those
                          that a prompt is computed on; a write carries only what was granted for (`wire.py`)
@@ -79,8 +80,9 @@ class World(Ground):
             router.withdraw: 0.3,
             traffic.drop_some: 1.0,
             traffic.abandon_some: 0.5,
-            self.crash: 0.3,
-            self.death_known: 1.0,
+            self.deaths.crash: 1.5 if self.several else 0.3,
+            self.deaths.process_ends: 1.0,
+            self.deaths.heard: 1.0,
             self.cut_off: 0.2,
         }
         if self.sluggish:
@@ -119,12 +121,7 @@ class World(Ground):
             self.check_books(engine)
         if self.rng.random() < 0.2:
             self._settle_alone()
-        hush = self.rng.random() < 0.5
-        self.dead = [
-            (hearer, life, address)
-            for hearer, life, address in self.dead
-            if not (hush and any(e.name == life.engine_id and e.address == address for e in self.engines))
-        ]
+        self._end_deaths()
         starved = self.rng.random() < 0.1
         for turn in range(400):  # far beyond what the deadlines and retries of a few loads need
             self._catch_up()
@@ -154,6 +151,21 @@ class World(Ground):
                 back, "rule 4", f"{engine.name}: free {engine.free}, kept {engine.kept}, held {engine.held}"
             )
 
+    def _end_deaths(self) -> None:
+        """Processes that have outlived their engine end; perhaps a next life tells of it, and nobody else."""
+        deaths = self.deaths
+        for _ in range(10 if deaths.outlived else 0):  # what is heard before that proves nothing
+            self.advance()
+            while self.network:
+                self.deliver()
+            while deaths.unheard:
+                deaths.heard()
+        while deaths.outlived:
+            deaths.process_ends()
+        if self.rng.random() < 0.5:
+            there = {(engine.name, engine.address) for engine in self.engines}
+            deaths.unheard = [d for d in deaths.unheard if (d[1].engine_id, d[2]) not in there]
+
     def _settle_alone(self) -> None:
         """No message arrives and no block is allocated: the deadlines alone end every load."""
         until, self.haste = self.time + 40.0, 0.0
@@ -170,8 +182,8 @@ class World(Ground):
             self.deliver()
         while self.connecting:
             self.connected()
-        while self.dead:
-            self.death_known()
+        while self.deaths.unheard:
+            self.deaths.heard()
         for transfer in list(self.wire.transfers):
             for rank in list(transfer.parts):
                 self.end_part(transfer, rank, fine=True)
