@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.vllm import models
-from tests.vllm.engines import VllmEngine
+from tests.vllm.engines import ROLES, VllmEngine
 from tests.vllm.environment import Environment, find
 from tests.vllm.pair import Pair
 
@@ -25,6 +25,9 @@ FULL = os.environ.get("KVHANDOFF_VLLM") == "full"
 """By hand: as many requests and deaths as it takes to be sure."""
 
 ENVIRONMENT = find()
+
+LEASES = {"offer_lease_s": 5.0, "claim_lease_s": 3.0, "retain_lease_s": 60.0}
+"""Long enough for two legs on a busy machine, short enough to wait for their end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,19 +45,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @asynccontextmanager
-async def running_pair(
-    environment: Environment,
-    model_dir: Path,
-    logs: Path,
-    **options: Any,
-) -> AsyncIterator[Pair]:
+async def running_pair(environment: Environment, model_dir: Path, logs: Path) -> AsyncIterator[Pair]:
     """A prefill and a decode engine, warm; both are started at once."""
     key = f"vLLM tests {os.getpid()}".encode()
     timeout = aiohttp.ClientTimeout(total=120.0)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    # No connection is used twice: vLLM closes idle ones after 5 s, perhaps as the next request is on its way.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         p, d = (
-            VllmEngine(role, environment, model_dir, key, logs / f"{role}.log", session, **options)
-            for role in ("prefill", "decode")
+            VllmEngine(role, environment, model_dir, key, logs / f"{role}.log", session, extra_config=LEASES)
+            for role in ROLES
         )
         pair = Pair(p, d, session, key)
         try:

@@ -26,6 +26,7 @@ from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from tests.vllm.environment import Environment
 
 Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 MODEL = "tiny"
 """Name under which all models are served."""
@@ -43,6 +44,7 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else engines on one machine share the same core
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -101,7 +103,7 @@ class VllmEngine:
             "--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN),
             "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(self.num_blocks),
             "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8",
-            "--disable-uvicorn-access-log",
+            "--disable-uvicorn-access-log", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
             "--kv-transfer-config", json.dumps(transfer),
             *self.arguments,
         ]  # fmt: skip

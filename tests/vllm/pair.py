@@ -92,6 +92,7 @@ class Streamed:
     token_ids: list[int]
     finish_reason: str | None
     events: int
+    usage: dict[str, Any] | None
 
 
 def greedy(prompt: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -299,20 +300,11 @@ class Pair:
     ) -> Streamed:
         """One streamed request with one choice."""
         sealed = _sealed({**body, "stream": True}, ticket, salt)
-        text, finish_reason, events = "", None, 0
-        token_ids: list[int] = []
         async with (
             asyncio.timeout(PATIENCE),
             self.session.post(engine.url + endpoint, json=sealed, headers=_named(key or new_key())) as answer,
         ):
-            assert answer.status == 200, await answer.text()
-            async for event in _events(answer):
-                events += 1
-                for choice in event["choices"]:
-                    text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                    token_ids += choice.get("token_ids") or []
-                    finish_reason = choice["finish_reason"] or finish_reason
-        return Streamed(text, token_ids, finish_reason, events)
+            return await read_stream(answer)
 
     # ---------------------------------------------------------------------------------- what is left
 
@@ -348,6 +340,21 @@ def _sealed(body: dict[str, Any], ticket: str | None, salt: str) -> dict[str, An
 
 def _named(key: HandoffKey) -> dict[str, str]:
     return {"X-Request-Id": key.handoff_id}
+
+
+async def read_stream(answer: aiohttp.ClientResponse) -> Streamed:
+    """A whole stream of one choice."""
+    assert answer.status == 200, await answer.text()
+    text, finish_reason, events, usage = "", None, 0, None
+    token_ids: list[int] = []
+    async for event in _events(answer):
+        events += 1
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            token_ids += choice.get("token_ids") or []
+            finish_reason = choice["finish_reason"] or finish_reason
+    return Streamed(text, token_ids, finish_reason, events, usage)
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

