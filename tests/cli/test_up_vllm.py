@@ -96,8 +96,8 @@ async def test_up_serves_restarts_and_ends() -> None:
             await running.said("decode-0 serves again")
             known["decode-0"] = await facts(session, urls["decode-0"])
             async with asyncio.timeout(20):
-                while (await ask(session, running.url))[0] != 200:  # the router hasn't seen the new life yet
-                    await asyncio.sleep(0.05)
+                while (await ask(session, running.url))[0] != 200:
+                    pass  # the router hasn't seen the new life yet
 
         running.process.send_signal(signal.SIGTERM)
         assert await running.process.wait() == 0

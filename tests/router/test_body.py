@@ -112,6 +112,11 @@ def test_prompt_logprobs(fields: dict[str, Any], wanted: bool) -> None:
     assert summary(**fields).prompt_logprobs is wanted
 
 
+def test_a_chat_s_echo() -> None:
+    assert summary(Endpoint.CHAT, echo=True).prompt_logprobs
+    assert not summary(Endpoint.CHAT, echo=False, logprobs=True).prompt_logprobs
+
+
 def test_rest() -> None:
     made = summary(model="m", stream=True, cache_salt="s")
     assert (made.model, made.stream, made.cache_salt) == ("m", True, "s")

@@ -199,7 +199,7 @@ async def test_an_unreachable_engine_does_not_hold_up_others(f: Fixture) -> None
         await asyncio.Event().wait()
 
     stuck.state_script = never
-    fleet = await f.fleet([stuck, p], [d], timeouts=Timeouts(poll_s=0.05), poll_interval_s=0.01)
+    fleet = await f.fleet([stuck, p], [d], timeouts=Timeouts(poll_s=0.5), poll_interval_s=0.01)
     assert [engine.healthy for engine in fleet.engines] == [False, True, True]
     while not (peers := (await soon(d.peers.get())).peers):
         pass  # the decode engine was up first

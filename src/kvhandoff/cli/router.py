@@ -88,8 +88,14 @@ Retain = typer.Option(
 
 
 def router(
-    prefill: list[str] = typer.Option([], help="URL of a prefill engine; may be given several times."),
-    decode: list[str] = typer.Option(..., help="URL of a decode engine; may be given several times."),
+    prefill: list[str] = typer.Option(
+        [],
+        help="A prefill engine; may be given several times. URL, or URL,internal=URL for a vLLM engine whose "
+        "connector (kv_port) is not at port 14579 of the same host.",
+    ),
+    decode: list[str] = typer.Option(
+        ..., help="A decode engine, in the same form; may be given several times."
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),

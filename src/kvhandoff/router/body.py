@@ -58,8 +58,7 @@ def summarize(fields: Fields, endpoint: Endpoint) -> RequestSummary:
         stream=_is_true(fields, "stream"),
         prompts=prompts,
         prompt_bound=bound,
-        prompt_logprobs=_given(fields, "prompt_logprobs")
-        or (_is_true(fields, "echo") and _given(fields, "logprobs")),
+        prompt_logprobs=_given(fields, "prompt_logprobs") or _echo_needs_logprobs(fields, endpoint),
         cache_salt=read_text(fields, "cache_salt"),
     )
 
@@ -78,6 +77,11 @@ def _measure_prompt(fields: Fields) -> tuple[int, int]:
     if first in (b'"', b"["):
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw])), size
     return 1, raw.count(b",") + (first != b"]")
+
+
+def _echo_needs_logprobs(fields: Fields, endpoint: Endpoint) -> bool:
+    """A completion's echo has those that were asked for; for a chat's, vLLM computes them in any case."""
+    return _is_true(fields, "echo") and (endpoint is Endpoint.CHAT or _given(fields, "logprobs"))
 
 
 def check_stateless(fields: Fields) -> None:
