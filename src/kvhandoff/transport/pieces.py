@@ -42,19 +42,19 @@ def check_pieces(pieces: Sequence[Piece], num_blocks: int) -> None:
         for other in ordered[index + 1 :]:
             if other.address >= end:
                 break
-            if _overlap(one, other, num_blocks):
+            if _overlap(one, other):
                 raise ValueError(f"pieces overlap: {one} and {other} of {num_blocks} blocks")
 
 
-def _overlap(one: Piece, other: Piece, num_blocks: int) -> bool:
-    """Whether any two blocks' pieces share a byte; `other` starts in the extent of `one`, or where it does.
+def _overlap(one: Piece, other: Piece) -> bool:
+    """Whether any two blocks' pieces share a byte, if `other` starts within the extent of `one`.
 
     Pieces of different strides that lie among each other are taken for overlapping: no layout has them.
     """
     if one.stride != other.stride:
         return True
-    ahead, into = divmod(other.address - one.address, one.stride)
-    return into < one.size or (into + other.size > one.stride and ahead + 1 < num_blocks)
+    into = (other.address - one.address) % one.stride
+    return into < one.size or into + other.size > one.stride
 
 
 def narrowed(pieces: Sequence[Piece], part: Part) -> tuple[Piece, ...]:
