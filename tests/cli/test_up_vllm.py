@@ -92,7 +92,7 @@ async def test_up_serves_restarts_and_ends() -> None:
             # vLLM's main process dies: its worker is ended too, and another life serves at the same address.
             os.kill(known["decode-0"]["processes"][0], signal.SIGKILL)
             await running.said("decode-0 ended")
-            await until(lambda: not any(map(alive, known["decode-0"]["processes"])))
+            await until(lambda: not any(map(alive, known["decode-0"]["processes"])), within=60)
             await running.said("decode-0 serves again")
             known["decode-0"] = await facts(session, urls["decode-0"])
             async with asyncio.timeout(20):
@@ -117,7 +117,7 @@ async def test_a_killed_supervisor_leaves_nothing_behind() -> None:
         assert all(map(alive, pids))
         running.process.kill()
         await running.process.wait()
-        await until(lambda: not any(map(alive, pids)))
+        await until(lambda: not any(map(alive, pids)), within=60)
 
 
 @pytest.mark.processes

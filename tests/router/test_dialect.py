@@ -83,6 +83,12 @@ def test_a_completion_s_prompt_stays_what_the_client_wrote() -> None:
     assert made == {"prompt": "hi", "echo": True, "kv_transfer_params": {"ticket": "p.s"}}
 
 
+def test_a_seed_is_for_the_answer() -> None:
+    assert "seed" not in prefill(messages=TEXT, seed=5)
+    assert decode(messages=TEXT, seed=5)["seed"] == 5
+    assert prefill(integration="embedded", messages=TEXT, seed=5)["seed"] == 5
+
+
 def test_the_response_format_may_be_in_the_prompt() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "a"}}
     assert prefill(messages=TEXT, response_format=schema)["response_format"] == schema

@@ -22,9 +22,14 @@ from kvhandoff.router.answers import TicketParams
 from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Integration
-from kvhandoff.router.legs import KEEP, RESPONSES_ROWS, ROWS, Rewriting, Row, Rows, leg_body
+from kvhandoff.router.legs import DROP, KEEP, RESPONSES_ROWS, ROWS, Rewriting, Row, Rows, leg_body
 
-VLLM_ROWS: Rows = {"response_format": Row(KEEP)}
+VLLM_ROWS: Rows = {
+    "response_format": Row(KEEP),
+    # Its CPU build dies of a seeded request whose prompt takes several steps. The prefill leg's token is
+    # thrown away, and the decode leg's prompt is there.
+    "seed": Row(DROP),
+}
 """Instead of those of the table."""
 
 _RENDERED_ANEW = ("echo", "truncate_prompt_tokens", "return_token_offsets", "return_prompt_text")
