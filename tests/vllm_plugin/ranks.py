@@ -100,6 +100,7 @@ class PlainDriver:
         self._context: Any = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
 
     def send(self, message: Any) -> None:
@@ -112,5 +113,10 @@ class PlainDriver:
         """The next news; None if nothing comes."""
         return decode_news(self._socket.recv()) if self._socket.poll(within * 1000) else None
 
+    def is_dropped(self) -> bool:
+        """Waits until the other side hangs up."""
+        return bool(self._monitor.poll(DEADLINE * 1000))
+
     def close(self) -> None:
+        self._socket.disable_monitor()
         self._context.destroy(linger=0)

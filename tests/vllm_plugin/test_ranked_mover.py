@@ -205,6 +205,8 @@ async def test_after_close_nothing_moves(mover: RankedMover, ranks: list[Scripte
     mover.move("read", PEER, [(0, 0, 1)], answer)
     parts = [(await asked(rank))[3] for rank in ranks]
     closing = asyncio.ensure_future(asyncio.to_thread(mover.close, DEADLINE))
+    while mover.alive:  # noqa: ASYNC110  until it has begun
+        await asyncio.sleep(0)
     parts[0](moved())
     parts[1](moved())
     assert await closing is True  # having waited for what was in flight

@@ -263,9 +263,14 @@ async def eventually_reported(worker: Worker, request_id: str) -> None:
 
 
 @pytest.mark.processes
-async def test_a_killed_worker_ends_its_parts_and_with_them_the_moves() -> None:
+async def test_a_killed_worker_ends_its_parts_and_with_them_the_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with engines(p=("LBHNC", 2, 4, 1), d=("LBHNC", 1, 4, 2)) as (p, d):
         assert [await p.connect(d), await d.connect(p)] == [None, None]
+        socket_file = Path(p.mover._hellos[1].address.removeprefix("ipc://"))
+        assert not await asyncio.to_thread(socket_file.parent.exists)  # a kill leaves nothing behind
+        assert not name_is_free("p#1", monkeypatch)
         await p.move("write", d, [(0, 0, 1)])
         p.workers[1].stop()
         stuck = p.start_move("write", d, [(1, 1, 1)])
@@ -276,6 +281,7 @@ async def test_a_killed_worker_ends_its_parts_and_with_them_the_moves() -> None:
         assert not refused.done()
         assert p.mover.alive
         p.workers[1].kill()
+        assert name_is_free("p#1", monkeypatch)
         for move in (stuck, refused):
             moved = await asyncio.wait_for(move, DEADLINE)
             assert moved.state is TransferState.FAILED
@@ -294,14 +300,3 @@ async def first_rank_wrote(d: Engine, source: torch.Tensor) -> None:
     async with asyncio.timeout(DEADLINE):
         while not torch.equal(d.content()[:, 1, :2], source[:, 1, :2]):  # noqa: ASYNC110  other processes'
             await asyncio.sleep(0)
-
-
-@pytest.mark.processes
-async def test_a_killed_worker_leaves_no_files_and_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engines(p=("LBHNC", 1, 2, 1)) as (p,):
-        (worker,) = p.workers
-        socket_file = Path(p.mover._hellos[0].address.removeprefix("ipc://"))
-        assert not await asyncio.to_thread(socket_file.parent.exists)
-        assert not name_is_free("p#0", monkeypatch)
-        worker.kill()
-        assert name_is_free("p#0", monkeypatch)

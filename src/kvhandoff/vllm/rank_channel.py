@@ -266,14 +266,10 @@ class RankChannel:
             ready = dict(poller.poll(_LOOK_MS))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            closing = self._closing
+            if self._closing:
+                return
             if self._socket in ready:
                 self._obey(*self._socket.recv_multipart())
-            # What was asked before is still answered: by a mover that has ended, with a refusal.
-            while closing and self._socket.poll(0):
-                self._obey(*self._socket.recv_multipart())
-            if closing:
-                return
             if not self._mover.alive and not self._said:
                 # Reports go on: requests whose loads failed have to hear of it.
                 self._said = True
