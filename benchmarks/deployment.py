@@ -23,6 +23,7 @@ import msgspec
 from kvhandoff.cli.children import Child
 from kvhandoff.cli.common import CLUSTER_KEY_ENV
 from kvhandoff.core.records import BlockCounts
+from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import PATH_HEADER, RETURN_HEADER
 from kvhandoff.router.policy import Path as HandoffPath
 from kvhandoff.router.records import RequestRecord
@@ -152,7 +153,7 @@ class Deployment:
 
     async def _stream(self, body: bytes, headers: dict[str, str]) -> tuple[float, str]:
         """(seconds to the first content, id of the response)."""
-        scan, ttft_s, started = FirstContent(), None, time.monotonic()
+        scan, ttft_s, started = FirstContent(Endpoint.COMPLETIONS), None, time.monotonic()
         async with self._post(body, headers) as answer:
             async for piece in answer.content.iter_any():
                 if ttft_s is None and scan.feed(piece):

@@ -105,6 +105,10 @@ class EngineSpec:
     transfer: Mapping[str, Any] | None
     """--kv-transfer-config; None: no connector."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    side_port: int = 0
+    """Of the connector: kvhandoff's pages, or upstream's side channel."""
+    arguments: Sequence[str] = ()
+    """Beyond those of all engines; they win."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ async def _process(settings: VllmSettings, spec: EngineSpec) -> AsyncIterator[_P
     transfer = [] if spec.transfer is None else ["--kv-transfer-config", json.dumps(spec.transfer)]
     command = [
         *(settings.python, "-m", "vllm.entrypoints.openai.api_server", *settings.arguments()),
-        *("--host", "127.0.0.1", "--port", str(port), *transfer),
+        *("--host", "127.0.0.1", "--port", str(port), *transfer, *spec.arguments),
     ]
     with log.open("wb") as output:
         try:

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, unavailable
-from kvhandoff.core.ids import new_handoff_id
+from kvhandoff.core.ids import EngineId, Epoch, Identity, new_handoff_id
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.answers import Answer
@@ -165,6 +165,8 @@ class UpstreamRelay:
 
     async def _pull(self, job: Job, source: UpstreamEngine) -> Outcome:
         kept = self._references.take(job.turn) if job.turn is not None else None
+        if kept is not None:
+            job.draft.history = Identity(EngineId(kept.holder), Epoch(""))
         await self._target(job)  # no prompt is computed for a fleet that can't decode
         job.timer.mark(Phase.ROUTE)
         answer = await self._legs.prefill(job, source, PULL_PREFILL if kept is None else kept.params)

@@ -1,0 +1,203 @@
+"""Time to the first token on vLLM engines: monolithic, with upstream's connectors, and with this one.
+
+One machine, one vLLM, one model, one run. All requests are lone ones: the next is sent when the last has been
+answered. Prompts are random token ids, and share nothing.
+
+    monolithic        one engine without a connector
+    upstream pull     NixlConnector behind this project's router, as shipped and tuned
+    upstream push     NixlPushConnector, the same
+    upstream return   a second turn with `bidirectional_kv_xfer`; the first one's answer is not streamed
+    kvhandoff         pull, push and return: one pair of engines
+
+**How they take turns.** Two engines are as many as a small machine runs, and a connector is that of a whole
+engine, so that deployments can't take turns request by request. They do in blocks: a deployment is started,
+warmed up, measured and ended, then the next; and in the next round the same the other way round (A B C,
+C B A), so that what slowly changes falls on all alike. Within this connector's block its paths take turns.
+
+No prefill engine has a prefix cache: a second turn would find its history there. The decode engines do.
+
+Upstream *tuned*: as shipped, each worker's thread is bound to the machine's last core, and NIXL's progress
+thread spins. On a few cores that costs seconds. Tuned, neither is so (`tuned_upstream`), and the comparison
+is one of protocols.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from benchmarks.path_runs import Prompts
+from benchmarks.report import Report, in_turn, progress_bar
+from benchmarks.vllm_cases import (
+    ANSWER_TOKENS,
+    MAX_TOKENS,
+    NEW_TOKENS,
+    Client,
+    Contestant,
+    Sample,
+    contestants,
+)
+from benchmarks.vllm_engines import (
+    PYTHON_ENV,
+    EngineFailed,
+    EngineSpec,
+    VllmSettings,
+    default_python,
+    engines,
+)
+from benchmarks.vllm_figures import COLUMNS, add_rows, goals, median_ttft
+from benchmarks.vllm_pairs import pair, router
+from kvhandoff.embedded.models import DEFAULT_MODEL, resolve_model
+
+CHUNK = 512
+LONGEST_S = 300.0
+"""For one answer."""
+QUICK = {"tokens": 512, "requests": 2, "blocks": 1}
+
+
+@asynccontextmanager
+async def served(settings: VllmSettings, contestant: Contestant) -> AsyncIterator[Client]:
+    """A deployment, and a client of it."""
+    async with AsyncExitStack() as stack:
+        timeout = aiohttp.ClientTimeout(total=LONGEST_S)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        if contestant.kind is None:
+            spec = EngineSpec(name=contestant.name, transfer=None)
+            [engine] = await stack.enter_async_context(engines(settings, [spec]))
+            yield Client(session, engine.url, routed=False)
+        else:
+            made = await stack.enter_async_context(pair(settings, contestant.kind))
+            url = await stack.enter_async_context(router(made))
+            yield Client(session, url, routed=True)
+
+
+async def block(
+    client: Client,
+    contestant: Contestant,
+    prompts: Prompts,
+    options: argparse.Namespace,
+    requests: int,
+    samples: dict[str, list[Sample]],
+    advance: Callable[[], None],
+) -> None:
+    """Warm a deployment up, and take so many samples of each of its cases."""
+    for case in contestant.cases:
+        await client.measure(case, prompts, 2 * CHUNK)
+    for turn in range(requests):
+        by_name = {case.name: case for case in contestant.cases}
+        for name in in_turn(list(by_name), turn):
+            samples.setdefault(name, []).append(await client.measure(by_name[name], prompts, options.tokens))
+            advance()
+
+
+async def run(settings: VllmSettings, options: argparse.Namespace) -> dict[str, list[Sample]]:
+    """The samples of every case, by its name."""
+    facts = json.loads((settings.model_dir / "config.json").read_text())
+    prompts, samples = Prompts(facts["vocab_size"]), dict[str, list[Sample]]()
+    chosen = _contestants(options)
+    total = options.requests * sum(len(contestant.cases) for contestant in chosen)
+    with progress_bar("vllm: requests", total) as advance:
+        for number, requests in enumerate(_split(options.requests, options.blocks)):
+            for contestant in chosen if number % 2 == 0 else reversed(chosen):
+                async with served(settings, contestant) as client:
+                    await block(client, contestant, prompts, options, requests, samples, advance)
+    return samples
+
+
+def report_on(
+    settings: VllmSettings, options: argparse.Namespace, samples: dict[str, list[Sample]], report: Report
+) -> None:
+    """Fill the table, and hold the goals against it."""
+    cases = [case for contestant in _contestants(options) for case in contestant.cases]
+    monolithic = median_ttft(samples["monolithic"])
+    add_rows(report, cases, samples, monolithic)
+    report.goals += goals(cases, samples, monolithic)
+
+
+def _split(requests: int, blocks: int) -> list[int]:
+    """So many requests in so many blocks, none of them empty."""
+    blocks = min(blocks, requests)
+    return [requests * (i + 1) // blocks - requests * i // blocks for i in range(blocks)]
+
+
+def _contestants(options: argparse.Namespace) -> list[Contestant]:
+    found = contestants(shipped="shipped" in options.upstream, tuned="tuned" in options.upstream)
+    return [each for each in found if options.only is None or each.name in ("monolithic", *options.only)]
+
+
+def main() -> None:
+    options = _options()
+    settings = VllmSettings(
+        python=options.vllm_python,
+        model_dir=resolve_model(options.model),
+        dtype=options.dtype,
+        max_model_len=options.tokens + ANSWER_TOKENS + NEW_TOKENS + MAX_TOKENS + 2 * CHUNK,
+        chunk=CHUNK,
+        threads=options.threads,
+        kv_gib=options.kv_memory,
+    )
+    report = Report(
+        name="vllm",
+        title=f"TTFT of prompts of {options.tokens} tokens on vLLM engines; in s, medians.\n"
+        "wait: TTFT less the monolithic one's; prefill leg, and what comes after it: at the router.\n"
+        f"return: a second turn, after about as many tokens of history and with {NEW_TOKENS} new ones.",
+        columns=COLUMNS,
+        conditions=_conditions(settings, options),
+    )
+    try:
+        samples = asyncio.run(run(settings, options))
+    except EngineFailed as error:
+        raise SystemExit(str(error)) from error
+    report_on(settings, options, samples, report)
+    report.finish()
+
+
+def _conditions(settings: VllmSettings, options: argparse.Namespace) -> dict[str, Any]:
+    return settings.conditions() | {
+        "prefix_cache": "decode engines only",
+        "prompt_tokens": options.tokens,
+        "requests_of_each_case": options.requests,
+        "blocks": options.blocks,
+        "upstream": options.upstream,
+        "sampling": f"greedy, {MAX_TOKENS} tokens",
+        "prompts": "random token ids, nothing shared",
+        "second_turn": f"{options.tokens} tokens, an answer of {ANSWER_TOKENS}, {NEW_TOKENS} new tokens",
+        "engines": "1 prefill, 1 decode, 1 router: processes of this host; monolithic: 1 engine, no router",
+    }
+
+
+def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--tokens", type=int, default=4000, help="of a prompt")
+    parser.add_argument("--requests", type=int, default=20, help="of each case")
+    parser.add_argument("--blocks", type=int, default=2, help="times that each deployment is started")
+    parser.add_argument("--upstream", nargs="+", default=["shipped", "tuned"], choices=("shipped", "tuned"))
+    parser.add_argument("--only", nargs="+", help="deployments to measure, beside monolithic")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="per engine")
+    parser.add_argument("--kv-memory", type=int, default=2, help="GiB for each engine")
+    parser.add_argument("--quick", action="store_true", help="a few short requests, to try it out")
+    parser.add_argument("--vllm-python", default=default_python(), help=f"default: ${PYTHON_ENV}")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        vars(options).update(QUICK)
+    for name in ("tokens", "requests", "blocks", "threads", "kv_memory"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, allowed is more than 0")
+    known = [each.name for each in contestants(shipped=True, tuned=True)]
+    unknown = [name for name in options.only or () if name not in known]
+    if unknown:
+        parser.error(f"--only: got {unknown[0]!r}, allowed is {', '.join(known)}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
