@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
 
-.PHONY: run test test-main test-vllm vllm-env lint types check format clean
+.PHONY: run test test-main test-vllm vllm-env lint types check format clean compare-vllm bench-vllm
 
 run: $(READY)
 	$(BIN)/kvhandoff up $(ARGS)
@@ -38,6 +38,13 @@ check: lint types test
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Beside upstream's connectors, on the same vLLM: stale references, and times to the first token.
+compare-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
+	$(BIN)/python -m benchmarks.stale_references $(ARGS)
+
+bench-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
+	$(BIN)/python -m benchmarks.vllm $(ARGS)
 
 bench-%: $(READY)
 	$(BIN)/python -m benchmarks.$*

@@ -200,13 +200,13 @@ async def test_an_engine_that_does_not_start_says_why(tmp_path: Any, monkeypatch
     monkeypatch.setattr("benchmarks.vllm_engines.LOGS", tmp_path)
     spec = EngineSpec(name="e", transfer=None)
     missing = VllmSettings(python=str(tmp_path / "python"), model_dir=tmp_path)
-    with pytest.raises(EngineFailed, match="vllm-python: got .* which was not found"):
+    with pytest.raises(EngineFailed, match=r"vllm-python: got .* which was not found"):
         async with engines(missing, [spec]):
             pass
     failing_python = tmp_path / "fails"
     failing_python.write_text("#!/bin/sh\necho no such device\nexit 3\n")
     failing_python.chmod(0o755)
-    with pytest.raises(EngineFailed, match="(?s)ended with exit code 3.*no such device"):
+    with pytest.raises(EngineFailed, match=r"(?s)ended with exit code 3.*no such device"):
         async with engines(VllmSettings(python=str(failing_python), model_dir=tmp_path), [spec]):
             pass
 
