@@ -33,7 +33,7 @@ from rich.text import Text
 
 from benchmarks.report import OUTPUT, console
 from benchmarks.stale_systems import Ours, Reference, Served, System, Upstream
-from benchmarks.vllm_engines import PYTHON_ENV, EngineFailed, VllmSettings, default_python
+from benchmarks.vllm_engines import PYTHON_ENV, VllmSettings, default_python, run_to_the_end
 from benchmarks.vllm_pairs import KVHANDOFF, PairKind, pair
 from kvhandoff.embedded.models import DEFAULT_MODEL, resolve_model
 
@@ -220,10 +220,7 @@ def main() -> None:
         threads=options.threads,
         prefix_cache=False,
     )
-    try:
-        played = asyncio.run(run(settings, options.systems, options.scenes))
-    except EngineFailed as error:
-        raise SystemExit(str(error)) from error
+    played = run_to_the_end(run(settings, options.systems, options.scenes))
     console.print(table(played))
     console.print(f"written to {write(played, settings)}")
     if any(each.system == KVHANDOFF and each.verdict != "right text" for each in played):

@@ -24,7 +24,6 @@ is one of protocols.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -46,11 +45,11 @@ from benchmarks.vllm_cases import (
 )
 from benchmarks.vllm_engines import (
     PYTHON_ENV,
-    EngineFailed,
     EngineSpec,
     VllmSettings,
     default_python,
     engines,
+    run_to_the_end,
 )
 from benchmarks.vllm_figures import COLUMNS, add_rows, goals, median_ttft
 from benchmarks.vllm_pairs import pair, router
@@ -151,10 +150,7 @@ def main() -> None:
         columns=COLUMNS,
         conditions=_conditions(settings, options),
     )
-    try:
-        samples = asyncio.run(run(settings, options))
-    except EngineFailed as error:
-        raise SystemExit(str(error)) from error
+    samples = run_to_the_end(run(settings, options))
     report_on(settings, options, samples, report)
     report.finish()
 

@@ -12,18 +12,20 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from kvhandoff.core.errors import KVHandoffError
 
+Result = TypeVar("Result")
+
 MODEL = "benchmarked"
-START_S = 240.0
+START_S = 400.0
 """For an engine to be healthy, on a machine that does something else too."""
 STOP_S = 20.0
 POLL_S = 0.25
@@ -117,6 +119,25 @@ class Running:
 
     spec: EngineSpec
     url: str
+
+
+def run_to_the_end(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a benchmark so that its engines end with it, also at SIGTERM: their process groups are their own.
+
+    Raises SystemExit with the message of an engine that failed.
+    """
+
+    async def interruptible() -> Result:
+        task = asyncio.ensure_future(main)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError as error:
+        raise SystemExit(128 + signal.SIGTERM) from error
+    except EngineFailed as error:
+        raise SystemExit(str(error)) from error
 
 
 def free_port() -> int:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +17,7 @@ from benchmarks.report import Report
 from benchmarks.vllm import _options, _split, report_on
 from benchmarks.vllm_cases import Case, Client, Sample, contestants
 from benchmarks.vllm_engines import MODEL as BENCHMARKED
-from benchmarks.vllm_engines import EngineFailed, EngineSpec, Running, VllmSettings, engines
+from benchmarks.vllm_engines import ROOT, EngineFailed, EngineSpec, Running, VllmSettings, engines
 from benchmarks.vllm_figures import COLUMNS, after_prefill, goals, prefill_leg, spread
 from benchmarks.vllm_pairs import Pair, PairKind
 
@@ -220,3 +225,38 @@ def test_a_pair_names_its_engines() -> None:
     kind = PairKind(name="k", connector="nixl")
     p, d = (Running(kind.spec(role, ""), role) for role in ("prefill", "decode"))  # type: ignore[arg-type]
     assert Pair(kind, p, d, "").engines == (p, d)
+
+
+STARTS = """
+import asyncio, sys
+from pathlib import Path
+from benchmarks import vllm_engines as v
+
+v.LOGS = Path(sys.argv[1])
+settings = v.VllmSettings(python=sys.argv[1] + "/engine", model_dir=Path("m"))
+
+async def main():
+    async with v.engines(settings, [v.EngineSpec(name="e", transfer=None)]):
+        pass
+
+v.run_to_the_end(main())
+"""
+
+
+def test_engines_end_with_a_benchmark_that_is_told_to(tmp_path: Any) -> None:
+    engine = tmp_path / "engine"
+    engine.write_text(f"#!/bin/sh\ncd {tmp_path}; echo $$ > new; mv new pid; exec sleep 600\n")
+    engine.chmod(0o755)
+    benchmark = subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path)], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "pid").exists():
+            assert benchmark.poll() is None
+            assert time.monotonic() < deadline
+        benchmark.terminate()
+        assert benchmark.wait(60.0) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+    finally:
+        benchmark.kill()
+        benchmark.wait()
