@@ -13,7 +13,7 @@ engine's, alone.
                     to the first turn
 
 The prefix caches are off, so that an answer shows what was read, and not what an engine had anyway; and the
-cache is small, so that blocks are soon used again. Greedy, float32.
+prefill engine's cache is small, so that its blocks are soon used again. Greedy, float32.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from kvhandoff.embedded.models import DEFAULT_MODEL, resolve_model
 LEASE_S = 6.0
 """Of what a prefill engine keeps, on both systems: `kv_lease_duration` and `offer_lease_s`."""
 MAX_TOKENS = 8
-BLOCKS = 24
-"""Of 128 tokens each."""
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 1536
+BLOCKS = 14
+"""Of the prefill engine, 128 tokens each: few, so that they are soon used again."""
 FILLING_WORDS = 900
-FILLING_PROMPTS = 4
-"""So many of so many words use every block of the cache again."""
+FILLING_PROMPTS = 2
+"""So many of so many words use every block of the prefill engine again."""
 
 Verdict = Literal["right text", "WRONG TEXT", "error", "no answer"]
 
@@ -165,8 +165,10 @@ def judge(served: Served, right: str) -> Verdict:
 def systems() -> dict[str, tuple[PairKind, type[System]]]:
     """What is compared, by name."""
     lease = {"kv_lease_duration": int(LEASE_S), "bidirectional_kv_xfer": True}
-    upstream = PairKind(name="upstream", connector="nixl", extra=lease)
-    ours = PairKind(name=KVHANDOFF, connector="kvhandoff", extra={"offer_lease_s": LEASE_S})
+    own = {"offer_lease_s": LEASE_S}
+    few = ("--num-gpu-blocks-override", str(BLOCKS))
+    upstream = PairKind(name="upstream", connector="nixl", extra=lease, prefill_arguments=few)
+    ours = PairKind(name=KVHANDOFF, connector="kvhandoff", extra=own, prefill_arguments=few)
     return {"upstream": (upstream, Upstream), KVHANDOFF: (ours, Ours)}
 
 
@@ -203,7 +205,11 @@ def write(played: Sequence[Played], settings: VllmSettings) -> Path:
     """`build/bench/stale_references.json`."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / "stale_references.json"
-    conditions: dict[str, Any] = settings.conditions() | {"lease_s": LEASE_S, "max_tokens": MAX_TOKENS}
+    conditions: dict[str, Any] = settings.conditions() | {
+        "lease_s": LEASE_S,
+        "max_tokens": MAX_TOKENS,
+        "blocks_of_the_prefill_engine": BLOCKS,
+    }
     content = {"conditions": conditions, "played": [asdict(each) for each in played]}
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
@@ -216,7 +222,6 @@ def main() -> None:
         model_dir=resolve_model(options.model),
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        blocks=BLOCKS,
         threads=options.threads,
         prefix_cache=False,
     )

@@ -59,18 +59,15 @@ class VllmSettings:
     """OpenMP threads of each engine."""
     kv_gib: int = 1
     """Of each engine."""
-    blocks: int | None = None
-    """Of each engine's cache, instead of as many as fit into `kv_gib`."""
     prefix_cache: bool = True
 
     def arguments(self) -> list[str]:
         """The command line of an engine, but for its port and its connector."""
         cache = "--enable-prefix-caching" if self.prefix_cache else "--no-enable-prefix-caching"
-        blocks = [] if self.blocks is None else ["--num-gpu-blocks-override", str(self.blocks)]
         return [
             *("--model", str(self.model_dir), "--served-model-name", MODEL, "--dtype", self.dtype),
             *("--max-model-len", str(self.max_model_len), "--max-num-batched-tokens", str(self.chunk)),
-            *("--max-num-seqs", str(self.max_num_seqs), "--enforce-eager", cache, *blocks),
+            *("--max-num-seqs", str(self.max_num_seqs), "--enforce-eager", cache),
         ]
 
     def environment(self) -> dict[str, str]:
@@ -94,7 +91,7 @@ class VllmSettings:
             "chunk_tokens": self.chunk,
             "threads_of_each_engine": self.threads,
             "prefix_cache": self.prefix_cache,
-            "blocks_of_each_engine": self.blocks or f"{self.kv_gib} GiB",
+            "kv_gib_of_each_engine": self.kv_gib,
         }
 
 

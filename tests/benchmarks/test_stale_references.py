@@ -77,9 +77,9 @@ async def test_verified_references_give_the_right_text() -> None:
     ("scene", "steps"),
     [
         ("consumed", ["prefill", "decode", "decode"]),
-        ("recycled", ["prefill", "decode", *["compute"] * 4, "decode"]),
+        ("recycled", ["prefill", "decode", "compute", "compute", "decode"]),
         ("another prompt", ["prefill", "decode", "decode"]),
-        ("expired", ["prefill", *["compute"] * 4, "decode"]),
+        ("expired", ["prefill", "compute", "compute", "decode"]),
         ("edited history", ["prefill", "decode", "prefill with history", "decode"]),
     ],
 )
