@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.layout import KVLayout
+from kvhandoff.engine.agent import EngineFacts
+from kvhandoff.vllm.rank_channel import RankHello
+from kvhandoff.vllm.settings import CLUSTER_KEY_ENV
+from kvhandoff.vllm.worker_half import LoadResults
+from tests.vllm_plugin import stub_vllm
+from tests.vllm_plugin.fake_vllm import FakePool
+from tests.vllm_plugin.stub_vllm import KVConnectorRole
+from tests.vllm_plugin.test_settings import vllm_config
+
+LAYOUT = KVLayout("order", "float32", 2, 2, 8, 16, 4096)
+
+
+class FakeWorkerHalf:
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.caches: Any = None
+        self.ended: list[LoadResults] = []
+        self.closed = False
+
+    def register(self, caches: Any) -> None:
+        self.caches = caches
+
+    def handshake(self) -> RankHello:
+        return hello()
+
+    def results(self) -> LoadResults:
+        return self.ended.pop(0) if self.ended else LoadResults()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeDriver:
+    def __init__(self, settings: Any, facts: EngineFacts, core: Any) -> None:
+        self.settings, self.facts, self.core = settings, facts, core
+        self.running = False
+
+    def start(self, make_mover: Any) -> None:
+        self.running = True
+
+    def close(self) -> None:
+        self.running = False
+
+
+def hello(rank: int = 0, ranks: int = 1) -> RankHello:
+    layout = msgspec.structs.asdict(LAYOUT)
+    return RankHello(
+        engine_id="engine",
+        rank=rank,
+        ranks=ranks,
+        address=f"ipc://{rank}",
+        token=b"token",
+        process=f"host/{rank}",
+        kind="nixl",
+        metadata=b"metadata",
+        layout=layout,
+        num_blocks=40,
+    )
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    stub_vllm.install(monkeypatch, getattr(request, "param", "0.32.0"))
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "key")
+    made = importlib.import_module("kvhandoff.vllm.connector")
+    monkeypatch.setattr(made, "WorkerHalf", FakeWorkerHalf)
+    monkeypatch.setattr(made, "Driver", FakeDriver)
+    monkeypatch.setattr(made, "cache_facts", lambda *_: "cache facts")
+    return made
+
+
+def config(tmp_path: Path | None = None) -> Any:
+    made = vllm_config(
+        parallel_config__rank=3,
+        parallel_config__tensor_parallel_size=2,
+        kv_transfer_config__kv_load_failure_policy="fail",
+        model_config__served_model_name=["served", "alias"],
+        model_config__max_model_len=512,
+        model_config__dtype="torch.float32",
+        model_config__quantization=None,
+        model_config__hf_overrides={},
+        model_config__seed=0,
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+    )
+    if tmp_path is not None:
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        made.model_config.model = str(tmp_path)
+    return made
+
+
+def worker(module: Any) -> Any:
+    return module.KVHandoffConnector(config(), KVConnectorRole.WORKER, None)
+
+
+def scheduler(module: Any, tmp_path: Path, ranks: int = 1) -> Any:
+    made = module.KVHandoffConnector(config(tmp_path), KVConnectorRole.SCHEDULER, None)
+    made.bind_gpu_block_pool(FakePool(8))
+    shakes = {rank: module.Handshake(hello(rank, ranks)) for rank in range(ranks)}
+    made.set_xfer_handshake_metadata(pickle.loads(pickle.dumps(shakes)))
+    return made
+
+
+def test_it_is_known_by_its_plain_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs plugins in every process, and more than once in some."""
+    stub_vllm.install(monkeypatch, "9.9.9")  # others' vLLM may be of any version
+    plugin = importlib.import_module("kvhandoff.vllm.plugin")
+    plugin.register()
+    plugin.register()
+    named = {"KVHandoffConnector": ("kvhandoff.vllm.connector", "KVHandoffConnector")}
+    assert stub_vllm.Factory.registered == named
+
+
+@pytest.mark.parametrize("module", ["0.28.0", "0.33.0", "dev"], indirect=True)
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_other_versions_are_refused_at_the_start(module: Any, role: KVConnectorRole) -> None:
+    with pytest.raises(ConfigError, match=r"allowed for KVHandoffConnector is 0\.29 to 0\.32"):
+        module.KVHandoffConnector(config(), role, None)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_failed_load_is_computed_not_failed(module: Any, role: KVConnectorRole) -> None:
+    vllm = config()
+    module.KVHandoffConnector(vllm, role, None)
+    assert vllm.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_a_worker_registers_its_rank(module: Any) -> None:
+    made = worker(module)
+    made.register_kv_caches({"layer": "tensor"})
+    half = made._worker
+    assert half.arguments[:5] == ("127.0.0.1:14579", None, 1, 2, b"key")
+    assert half.arguments[6] == "cache facts"
+    assert half.caches == {"layer": "tensor"}
+    assert made.get_handshake_metadata().hello == hello()
+    made.shutdown()
+    assert half.closed
+
+
+def test_a_step_that_computes_comes_back_with_its_number(module: Any) -> None:
+    made = worker(module)
+    made.bind_connector_metadata(module.StepMetadata(7))
+    done = pickle.loads(pickle.dumps(made.build_connector_worker_meta()))
+    assert done == module.StepDone(7)
+    made.bind_connector_metadata(module.StepMetadata(0))
+    assert made.build_connector_worker_meta() is None
+
+
+def test_ranks_answer_one_step_together(module: Any) -> None:
+    one, other = module.StepDone(7), module.StepDone(6)
+    assert one.aggregate(other) == other.aggregate(one) == other
+
+
+def test_ended_loads_are_told_once(module: Any) -> None:
+    made = worker(module)
+    made._worker.ended = [LoadResults({"a", "b"}, {"b"}, {4, 5}), LoadResults({"c"}, set(), {6})]
+    results = made.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
+    assert made.get_block_ids_with_load_errors() == {4, 5}
+    assert made.get_block_ids_with_load_errors() == set()
+    assert made.get_finished(set()) == (None, {"c"})
+    assert made.get_block_ids_with_load_errors() == {6}
+    assert made.get_finished(set()) == (None, None)
+
+
+def test_the_handoff_side_begins_when_all_ranks_have_registered(module: Any, tmp_path: Path) -> None:
+    made = scheduler(module, tmp_path, ranks=2)
+    driver = made._driver
+    assert driver.running
+    facts = driver.facts
+    assert (facts.engine_id, facts.model, facts.integration) == ("127.0.0.1:14579", "served", "vllm")
+    assert (facts.num_blocks, facts.processes) == (40, ("host/0", "host/1"))
+    assert facts.about["vllm"] == "0.32.0"
+    assert facts.about["ranks"] == "2"
+    assert (driver.core.layout, driver.core.max_model_len) == (LAYOUT, 512)
+    made.shutdown()
+    assert not driver.running
+    assert not driver.core.healthy
+
+
+def test_what_decides_kv_is_in_the_fingerprint(module: Any, tmp_path: Path) -> None:
+    def fingerprint(**changes: Any) -> str:
+        vllm = config(tmp_path)
+        for name, value in changes.items():
+            part, _, attribute = name.partition("__")
+            setattr(getattr(vllm, part), attribute, value)
+        found: str = module.vllm_fingerprint(vllm, module._find_snapshot)
+        return found
+
+    plain = fingerprint()
+    assert plain.startswith("vllm:")
+    assert fingerprint(load_config__load_format="safetensors") == plain
+    others = [
+        fingerprint(model_config__dtype="torch.bfloat16"),
+        fingerprint(model_config__quantization="fp8"),
+        fingerprint(model_config__hf_overrides={"rope_theta": 5}),
+        fingerprint(load_config__load_format="dummy"),
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert len({plain, *others, module.vllm_fingerprint(config(tmp_path), None)}) == 5
