@@ -9,7 +9,7 @@ import pytest
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.engine import names
-from kvhandoff.engine.names import hold_name
+from kvhandoff.engine.names import await_further_ranks, hold_name, rank_name
 
 KEY = f"key {os.getpid()}".encode()
 
@@ -31,3 +31,15 @@ async def test_a_predecessor_that_ends_is_waited_for() -> None:
     assert not successor.done()
     predecessor.close()
     (await asyncio.wait_for(successor, 10.0)).close()
+
+
+def test_an_engine_with_fewer_ranks_waits_for_all_of_the_former(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "PREDECESSOR_S", 0.0)
+    with hold_name(rank_name("decode-0", 0), KEY):  # its own
+        await_further_ranks("decode-0", 1, KEY)
+        with (
+            hold_name(rank_name("decode-0", 3), KEY),
+            pytest.raises(ConfigError, match="engine-id: got 'decode-0#3'"),
+        ):
+            await_further_ranks("decode-0", 1, KEY)
+        await_further_ranks("decode-0", 1, KEY)

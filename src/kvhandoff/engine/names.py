@@ -13,7 +13,22 @@ from kvhandoff.core.errors import ConfigError
 PREDECESSOR_S = 10.0
 """How long a process waits for one of its name to end."""
 
+MAX_RANKS = 64
+"""Ranks that an engine may have on one host."""
+
 _POLL_S = 0.1
+
+
+def rank_name(engine_id: str, rank: int) -> str:
+    """What the process of one rank holds."""
+    return f"{engine_id}#{rank}"
+
+
+def await_further_ranks(engine_id: str, ranks: int, cluster_key: bytes) -> None:
+    """Return when no rank from `ranks` on is left: a former life may have had more than this one, whose own
+    ranks hold the names below. Raises ConfigError and blocks as `hold_name` does."""
+    for rank in range(ranks, MAX_RANKS):
+        hold_name(rank_name(engine_id, rank), cluster_key).close()
 
 
 def hold_name(engine_id: str, cluster_key: bytes) -> socket.socket:

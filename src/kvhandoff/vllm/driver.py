@@ -22,7 +22,7 @@ from kvhandoff.engine.agent import EngineFacts, HandoffAgent
 from kvhandoff.engine.api import EngineControl, KVHooks
 from kvhandoff.engine.internal import Internal
 from kvhandoff.engine.leg_host import LegHost
-from kvhandoff.engine.names import hold_name
+from kvhandoff.engine.names import await_further_ranks, hold_name
 from kvhandoff.handoff.tickets import Ticket
 from kvhandoff.transport.mover import BlockMover
 from kvhandoff.vllm.leg import VllmLeg
@@ -123,6 +123,8 @@ class Driver:
         async with AsyncExitStack() as stack:
             # Before anybody is answered: a former life of this name has ended.
             stack.callback((await asyncio.to_thread(hold_name, settings.engine_id, key)).close)
+            ranks = len(self._facts.processes)
+            await asyncio.to_thread(await_further_ranks, settings.engine_id, ranks, key)
             self._mover = make_mover()
             self._agent = HandoffAgent(
                 self._facts,

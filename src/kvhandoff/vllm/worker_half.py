@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from kvhandoff.engine.names import hold_name
+from kvhandoff.engine.names import hold_name, rank_name
 from kvhandoff.transport.api import DataPlane
 from kvhandoff.transport.liveness import this_process
 from kvhandoff.transport.mover import Mover
@@ -82,7 +82,7 @@ class WorkerHalf:
             raise RuntimeError("the cache is registered already")
         layout, region = describe_cache(caches, self._facts, self._rank, self._ranks)
         # Peers take another life of this engine as proof that no process of the former moves anything.
-        self._name = hold_name(f"{self._engine_id}#{self._rank}", self._cluster_key)
+        self._name = hold_name(rank_name(self._engine_id, self._rank), self._cluster_key)
         mover = Mover(self._make_plane, region)
         metadata = mover.start()
         self._caches = caches
