@@ -10,10 +10,11 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from kvhandoff.core.clock import ManualClock
-from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
+from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.engine.legs import KVLeg
@@ -29,8 +30,12 @@ PEER = Identity(EngineId("there"), Epoch("e2"))
 KEY = TicketKey(b"cluster key of the tests")
 
 
+_keys = count()
+
+
 def new_key() -> HandoffKey:
-    return HandoffKey(new_handoff_id(), 0)
+    """In their order, so that what chance makes of them can be had again."""
+    return HandoffKey(HandoffId(f"{next(_keys):08}"), 0)
 
 
 def offer_ref() -> OfferRef:
@@ -116,11 +121,11 @@ class FakeHandoff:
     def host(self) -> FakeHandoff:
         return self
 
-    def run(self, count: int | None = None) -> None:
+    def run(self, most: int | None = None) -> None:
         """Let the handoff side's thread run: so many tasks, or all."""
-        while self.tasks and count != 0:
+        while self.tasks and most != 0:
             self.tasks.popleft()()
-            count = None if count is None else count - 1
+            most = None if most is None else most - 1
 
     # ------------------------------------------------------------------------------------- Handoff, KVHooks
 
@@ -308,9 +313,9 @@ class FakeHandoff:
     @property
     def held(self) -> Counter[int]:
         """References that the handoff side holds."""
-        count: Counter[int] = Counter()
+        held: Counter[int] = Counter()
         for transfer in self.transfers.values():
-            count.update(transfer.targets)
+            held.update(transfer.targets)
         for lent in self.lent.values():
-            count.update(lent.blocks)
-        return count
+            held.update(lent.blocks)
+        return held

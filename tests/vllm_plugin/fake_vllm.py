@@ -101,7 +101,7 @@ class FakePool:
 
 def keys_of(tokens: Sequence[int], salt: str) -> list[int]:
     """What the slots of these tokens hold."""
-    keys, key = [], hash(("salt", salt))
+    keys, key = [], hash(tuple(salt.encode()))
     for token in tokens:
         key = hash((key, token))
         keys.append(key)
@@ -214,6 +214,11 @@ class FakeScheduler:
         request.status = Status.FINISHED_ABORTED
         self._free_request(request, delay=delay)
 
+    def preempt(self, request: FakeRequest) -> None:
+        """As a reset of the prefix cache does, whatever is under way."""
+        self.running.remove(request)
+        self._preempt(request)
+
     @property
     def idle(self) -> bool:
         return not self.requests and not self._under_way
@@ -239,9 +244,7 @@ class FakeScheduler:
             added = self._make_room(request, count)
             if added is None:
                 preempted = True
-                continue
-            if request.status is not Status.RUNNING:
-                continue
+                break
             step.scheduled_cached_reqs.req_ids.append(request.request_id)
             step.scheduled_cached_reqs.new_block_ids.append(([b.block_id for b in added],) if added else None)
             self._take(step, request, count)
@@ -267,6 +270,8 @@ class FakeScheduler:
         while needed > self.pool.get_num_free_blocks():
             if self.half.frees_are_coming():
                 return None
+            if self.running[-1].num_in_flight_tokens:
+                return None  # its blocks would not be free at once
             victim = self.running.pop()
             self._preempt(victim)
             if victim is request:

@@ -549,6 +549,21 @@ def test_kept_turns_make_room_for_a_waiting_request() -> None:
     e.at_rest()
 
 
+def test_kept_turns_make_room_for_the_rest_of_a_history() -> None:
+    """vLLM doesn't look anew at a request that has a beginning: nothing else would notice that it waits."""
+    e = engine(blocks=8)
+    prompt = list(range(22))
+    request = e.add(prompt, signed("local", history=history_ref(20)), max_tokens=1)
+    e.steps(1)
+    other = e.add([50, 51, 52], signed("local", retain="renewable"), max_tokens=8)
+    e.run(other)
+    e.handoff.run()
+    e.handoff.arrive(e.load, 4)
+    assert e.run(request).output_token_ids == alone(prompt, 1)
+    assert e.called("memory_short")
+    e.at_rest()
+
+
 def test_kept_turns_are_given_up_before_a_request_is_preempted() -> None:
     e = engine(blocks=10)
     e.run(e.add(list(range(12)), signed("local", retain="renewable"), max_tokens=5))

@@ -2,8 +2,8 @@
 misses, late bytes and given-up offers.
 
 The fake scheduler holds the connector to vLLM's rules (`fake_vllm.py`): nothing is computed from wrong KV, a
-load is reported once and only if it was allocated, no block is freed twice. At the end every answer is the one
-that the model gives alone, and every block is back.
+load is reported once and only if it was allocated, no block is freed twice. At the end every answer is the
+one that the model gives alone, and every block is back.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class World:
         """Names of what has happened, so that a run that tests nothing is noticed."""
 
     def one_event(self) -> None:
-        match self.rng.choices(("step", "thread", "chance", "add", "abort"), (8, 8, 5, 2, 0.4))[0]:
+        kinds = {"step": 8, "thread": 8, "chance": 5, "add": 2, "abort": 0.4, "preempt": 0.3}
+        match self.rng.choices(list(kinds), list(kinds.values()))[0]:
             case "step":
                 self.vllm.step()
             case "thread":
@@ -64,6 +65,9 @@ class World:
             case "abort" if self.vllm.requests:
                 self.seen.add("abort")
                 self.vllm.abort(self.rng.choice(list(self.vllm.requests.values())))
+            case "preempt" if self.vllm.running:
+                self.seen.add("preempt")
+                self.vllm.preempt(self.rng.choice(self.vllm.running))
 
     def add(self) -> None:
         rng = self.rng
@@ -171,7 +175,6 @@ class World:
 def test_random_schedules(reports_failures: bool, depth: int, blocks: int) -> None:
     seen: set[str] = set()
     names: set[str] = set()
-    preemptions = 0
     for seed in range(40):
         world = World(seed, reports_failures=reports_failures, depth=depth, blocks=blocks)
         for _ in range(STEPS):
@@ -180,8 +183,7 @@ def test_random_schedules(reports_failures: bool, depth: int, blocks: int) -> No
         world.check()
         seen |= world.seen
         names |= {call[0] for call in world.handoff.calls}
-        preemptions += sum(request.num_preemptions for request in world.vllm.ended)
-    assert seen == {"abort", "missed early", "late bytes", "arrive", "part", "miss", "yield"}
+    assert seen == {"abort", "preempt", "missed early", "late bytes", "arrive", "part", "miss", "yield"}
     assert names >= {
         "load_allocated",
         "load_skipped",
@@ -193,5 +195,4 @@ def test_random_schedules(reports_failures: bool, depth: int, blocks: int) -> No
         "report",
     }
     if blocks == 14:
-        assert preemptions > 0
         assert "memory_short" in names

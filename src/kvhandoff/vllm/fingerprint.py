@@ -11,8 +11,8 @@ from kvhandoff.engine.fingerprint import model_fingerprint
 
 
 def vllm_fingerprint(vllm_config: Any, find_snapshot: Any) -> str:
-    """Equal on two engines only if the same tokens give the same KV: the model's files, and what vLLM was told
-    to make of them.
+    """Equal on two engines only if the same tokens give the same KV: the model's files, and what vLLM was
+    told to make of them.
 
     `find_snapshot(model, revision, download_dir)`: the directory of a model given by its Hugging Face id.
     Raises ConfigError for weights that are no files of a kind that can be compared.

@@ -1,14 +1,17 @@
 """When vLLM lacks blocks: what is merely kept for a next turn is given back.
 
 vLLM doesn't say that it lacks any. It shows in a step's plan: a waiting request that was looked at and not
-placed, or fewer free blocks than requests that run and may each need one. Used on vLLM's main thread.
+placed, one that has a beginning and doesn't go on, or fewer free blocks than requests that run and may each
+need one. Used on vLLM's main thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvhandoff.engine.api import KVHooks
 from kvhandoff.vllm.references import BlockReferences
-from kvhandoff.vllm.requests import Tracked
+from kvhandoff.vllm.requests import LoadState, Tracked
 from kvhandoff.vllm.shapes import BlockPool
 
 PATIENCE_STEPS = 3
@@ -37,23 +40,31 @@ class MemoryWatch:
         """It has found room, or the request has ended."""
         self._waiting.pop(request_id, None)
 
-    def planned(self, running: int, *, loading: bool, hooks: KVHooks) -> None:
-        """A step with so many requests is planned. `loading`: loads are under way, and will end."""
+    def planned(self, running: int, loads: Sequence[Tracked], hooks: KVHooks) -> None:
+        """A step with so many requests is planned. `loads`: requests whose load is under way, or has ended
+        and left them waiting with what it brought; vLLM doesn't look at those anew."""
         waiting, self._waiting = self._waiting, {}
         self._running = running
         self._patience = max(0, self._patience - 1) if self._lacking else PATIENCE_STEPS
         self._lacking = False
         if not self._references.blocks:
             return
-        short = running - self._pool.get_num_free_blocks()
+        free = self._pool.get_num_free_blocks()
+        short = running - free
+        ended = [one for one in loads if one.state is LoadState.REPORTED]
+        needs = [self._blocks(one.request.num_tokens - one.awaited_tokens) for one in ended]
         if waiting:
             oldest = next(iter(waiting.values()))
-            tokens = oldest.request.num_tokens - oldest.local_tokens
-            needed = -(-tokens // self._block_size)
-            nothing_ends = not running and not loading
-            short = max(short + needed, int(nothing_ends))
+            needs.append(self._blocks(oldest.request.num_tokens - oldest.local_tokens))
+        if needs:
+            short = max(needs) + running - free
+            if not running and len(ended) == len(loads):  # nothing else will end and make room
+                short = max(short, 1)
         if short > 0:
             hooks.memory_short(short)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
 
     def lacking(self, hooks: KVHooks) -> bool:
         """A running request lacks a block. Whether to go without for this step: kept blocks may come."""

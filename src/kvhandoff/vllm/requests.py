@@ -191,6 +191,11 @@ class Tracked:
         return self.state in (LoadState.ALLOCATED, LoadState.FENCING)
 
     @property
+    def holds_load(self) -> bool:
+        """Whether it has blocks for a load, and has not run since."""
+        return self.lends or self.state is LoadState.REPORTED
+
+    @property
     def load_under_way(self) -> bool:
         """Whether its prompt may still come from elsewhere, and is not in the prefix cache yet."""
         return self.state in _UNDER_WAY

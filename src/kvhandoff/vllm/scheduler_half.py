@@ -1,9 +1,9 @@
 """The scheduler half: vLLM's calls become the handoff side's news, and its answers become vLLM's.
 
 The first group of methods runs on vLLM's main thread, the second one (`EngineControl`) on any, most often
-the handoff side's. What may only be done on the main thread (references on blocks) waits in a queue for vLLM's
-next call, and there is one every few milliseconds while any request is about. Reports of ended loads wait for
-no step: they go out from where they come up.
+the handoff side's. What may only be done on the main thread (references on blocks) waits in a queue for
+vLLM's next call, and there is one every few milliseconds while any request is about. Reports of ended loads
+wait for no step: they go out from where they come up.
 
 Nothing that a client sends raises here: an exception on vLLM's main thread ends the engine.
 """
@@ -103,7 +103,7 @@ class SchedulerHalf:
             self._side.enter(tracked.leg)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens vLLM should leave to a load, beyond `local_tokens` (whole blocks, of its own cache),
+        """How many tokens vLLM should leave to a load, beyond `local_tokens` (whole blocks of its own cache),
         and whether they come while it does something else. None: it asks again."""
         self._drain()
         tracked = self._requests[request.request_id]
@@ -140,9 +140,9 @@ class SchedulerHalf:
         for tracked in self._legs.values():
             self._notice_preemption(tracked)
         step = self._progress.planned(output, self._legs)
-        loading = any(tracked.lends for tracked in self._legs.values())
-        self._memory.planned(len(output.num_scheduled_tokens), loading=loading, hooks=self._side.hooks)
-        if loading and not step:
+        loads = [tracked for tracked in self._legs.values() if tracked.holds_load]
+        self._memory.planned(len(output.num_scheduled_tokens), loads, self._side.hooks)
+        if not step and any(tracked.lends for tracked in loads):
             self._news.wait(IDLE_WAIT_S)
             self._news.clear()
         return step
