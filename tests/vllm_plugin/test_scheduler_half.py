@@ -551,14 +551,13 @@ def test_kept_turns_make_room_for_a_waiting_request() -> None:
 
 def test_kept_turns_make_room_for_the_rest_of_a_history() -> None:
     """vLLM doesn't look anew at a request that has a beginning: nothing else would notice that it waits."""
-    e = engine(blocks=8)
+    e = engine(blocks=7)
     prompt = list(range(22))
-    request = e.add(prompt, signed("local", history=history_ref(20)), max_tokens=1)
+    request = e.add(prompt, signed("local", history=history_ref(4)), max_tokens=1)
     e.steps(1)
-    other = e.add([50, 51, 52], signed("local", retain="renewable"), max_tokens=8)
-    e.run(other)
-    e.handoff.run()
-    e.handoff.arrive(e.load, 4)
+    e.run(e.add(list(range(50, 70)), signed("local", retain="renewable"), max_tokens=5))
+    assert e.pool.get_num_free_blocks() == 0
+    e.handoff.arrive(e.load)
     assert e.run(request).output_token_ids == alone(prompt, 1)
     assert e.called("memory_short")
     e.at_rest()
