@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,7 @@ class VllmEngine:
             "kv_connector_extra_config": {"role": self.role, **self.extra_config},
         }
         command = [
+            sys.executable, str(Path(__file__).with_name("lifeline.py")),
             str(self.environment.vllm), "serve", str(self.model_dir),
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL,
             "--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN),
@@ -108,11 +110,11 @@ class VllmEngine:
             *self.arguments,
         ]  # fmt: skip
         with self.log.open("ab") as log:
-            log.write(f"\n=== {' '.join(command)}\n".encode())
+            log.write(f"\n=== {' '.join(command[2:])}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self._environment(),
@@ -236,6 +238,8 @@ class VllmEngine:
             return False
 
         await eventually(gone, within, self._log_tail)
+        assert process.stdin is not None
+        process.stdin.close()
         self._process = None
 
     def _environment(self) -> dict[str, str]:

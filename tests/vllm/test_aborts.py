@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 
+from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import EngineState
 from tests.vllm.engines import VllmEngine, eventually
 from tests.vllm.marks import both, gqa
 from tests.vllm.pair import Answered, Pair, new_key
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SLOWLY: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+"""Of a prefill leg: its prompt's blocks are complete, and it goes on for a second before it offers them."""
 
 
 async def seen(pair: Pair, engine: VllmEngine, condition: Callable[[EngineState], bool]) -> None:
@@ -66,14 +70,15 @@ async def test_leaves_while_a_grant_waits(pair: Pair) -> None:
 @gqa
 async def test_leaves_while_its_prompt_is_written(pair: Pair) -> None:
     """Both legs run, and the destination's client goes away."""
-    for _ in range(4):
-        key, prompt = new_key(), pair.tokens(1000)
-        async with leaving(pair.prefill(prompt, key=key, push=True)) as source:
+    for _ in range(3):
+        key, prompt = new_key(), pair.tokens(600)
+        async with leaving(pair.prefill(prompt, key=key, push=True, **SLOWLY)) as source:
             async with leaving(pair.decode_push(prompt, key=key)):
                 await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
                 await seen(pair, pair.p, lambda state: state.running > 0)
             answer: Answered = await source
             assert answer.status == 200
+            await seen(pair, pair.d, lambda state: state.blocks.granted == 0)
     await right_again(pair)
 
 
@@ -114,17 +119,19 @@ async def test_source_stands_still(pair: Pair) -> None:
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 async def test_leaves_while_the_prompt_is_computed(pair: Pair, push: bool) -> None:
     """Field case 7: a prefill leg that ends early offers nothing, and its destination computes."""
-    for _ in range(4):
-        question = await pair.question(900)
+    for _ in range(3):
+        question = await pair.question(600)
         key = new_key()
-        async with leaving(pair.prefill(question.prompt, key=key, push=push)):
+        async with leaving(pair.prefill(question.prompt, key=key, push=push, **SLOWLY)):
             if push:
                 waits = asyncio.ensure_future(pair.decode_push(question.prompt, key=key))
+                await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
             await seen(pair, pair.p, lambda state: state.running > 0)
-            pair.p.freeze()  # so that the leg is not over before its client is
-        pair.p.thaw()
         if push:
             assert (await waits).token_ids == question.expected
+            record = await pair.d.record(key.handoff_id)
+            assert (record.transferred_tokens, record.reasons) == (0, [Reason.OFFER_ABANDONED])
+        await seen(pair, pair.p, lambda state: state.running == state.blocks.offered == 0)
     await right_again(pair)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -161,7 +160,8 @@ _TOOL = {
 @gqa
 @ways
 async def test_forced_tool_call(routed: Fleet, way: str) -> None:
-    """Arguments in the form that was asked for; the prefill leg's one token is no obstacle."""
+    """The form that was asked for, and the same as vLLM alone (a random model says nothing of use in it); the
+    prefill leg's one token is no obstacle."""
     content = f"{routed.pair.rng.random()}: what is the weather in Paris? " * 6
     body = {
         "messages": [{"role": "user", "content": content}],
@@ -174,9 +174,9 @@ async def test_forced_tool_call(routed: Fleet, way: str) -> None:
     assert alone.status == 200, alone.body
     status, answer = await routed.post(body, path=way, endpoint=CHAT)
     assert status == 200, answer
-    got, expected = (b["choices"][0]["message"]["tool_calls"][0]["function"] for b in (answer, alone.body))
-    assert got == expected
-    assert json.loads(got["arguments"])["city"] in ("Paris", "Rome")
+    assert answer["choices"][0]["message"] == alone.choices[0]["message"]
+    assert answer["choices"][0]["message"]["content"].startswith('<tool_call>\n{"name": "weather"')
+    assert (await routed.record(answer["id"]))["reused_tokens"]["transferred"] > 0
 
 
 @gqa
