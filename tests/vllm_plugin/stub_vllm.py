@@ -64,12 +64,15 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         "vllm": {"__version__": version},
     }
     Factory.registered.clear()
-    for module in {*names, *(parent for name in names for parent in _parents(name))}:
+    for module in sorted({*names, *(parent for name in names for parent in _parents(name))}):
         made = ModuleType(module)
         made.__path__ = []
         for name, value in names.get(module, {}).items():
             setattr(made, name, value)
         monkeypatch.setitem(sys.modules, module, made)
+        parent, _, name = module.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], name, made)
     monkeypatch.delitem(sys.modules, "kvhandoff.vllm.connector", raising=False)
     monkeypatch.delitem(sys.modules, "kvhandoff.vllm.plugin", raising=False)
 

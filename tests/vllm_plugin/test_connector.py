@@ -94,6 +94,7 @@ def config(tmp_path: Path | None = None) -> Any:
         model_config__hf_overrides={},
         model_config__seed=0,
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
     if tmp_path is not None:
         (tmp_path / "config.json").write_text("{}")

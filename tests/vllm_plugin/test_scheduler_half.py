@@ -75,9 +75,11 @@ class Engine:
         assert self.half.load()["blocks_free"] == self.half.load()["blocks_total"]
 
 
-def engine(*, blocks: int = 30, reports_failures: bool = True) -> Engine:
+def engine(*, blocks: int = 30, reports_failures: bool = True, prefix_caching: bool = True) -> Engine:
     pool = FakePool(blocks)
-    half = SchedulerHalf(pool, LAYOUT, "model", 1000, reports_failures=reports_failures)
+    half = SchedulerHalf(
+        pool, LAYOUT, "model", 1000, reports_failures=reports_failures, prefix_caching=prefix_caching
+    )
     handoff = FakeHandoff(half, pool)
     half.connect(handoff)
     vllm = FakeScheduler(half, pool)
@@ -329,6 +331,17 @@ def test_sequences_of_one_body_load_once(e: Engine) -> None:
     for request in requests:
         assert e.run(request).output_token_ids == alone(PROMPT, 4)
     assert (len(e.called("load_allocated")), e.handoff.refusals) == (1, 0)
+
+
+def test_sequences_wait_for_no_cache_where_there_is_none() -> None:
+    e = engine(prefix_caching=False)
+    ticket = signed("decode", offer=descriptor(10))
+    first, second = [e.add(PROMPT, ticket) for _ in range(2)]
+    assert e.run(second).output_token_ids == alone(PROMPT, 4)
+    assert first.status is Status.WAITING_FOR_REMOTE_KVS
+    e.handoff.arrive(e.load)
+    e.run(first)
+    e.at_rest()
 
 
 def test_sequences_whose_first_is_aborted(e: Engine) -> None:

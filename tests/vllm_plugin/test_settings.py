@@ -95,6 +95,7 @@ def test_refused_deployments(changes: dict[str, Any], message: str) -> None:
     ("extra", "message"),
     [
         ({"hosts": "x"}, r"kv_connector_extra_config: .*`hosts`.*allowed are role, host"),
+        ({"host": "0.0.0.0"}, "host: got '0.0.0.0', allowed is an address"),
         ({"backend": "TCP"}, r"Invalid enum value 'TCP'.*backend"),
         ({"role": "producer"}, r"Invalid enum value 'producer'.*role"),
         ({"offer_lease_s": 0}, "offer_lease_s: got 0.0, allowed is 0.1 seconds or more"),

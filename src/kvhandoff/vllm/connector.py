@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -21,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-import vllm
 from kvhandoff.engine.agent import EngineFacts
 from kvhandoff.vllm.cache_layout import cache_facts
 from kvhandoff.vllm.driver import Driver
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_log = logging.getLogger("vllm.kvhandoff")
-"""Below vLLM's own logger, which is the one that is shown."""
+_REPORTS_FAILURES = hasattr(base, "KVConnectorTransferResults")
+"""Whether a worker can say that a whole load failed (0.32), or only that all its blocks are bad."""
 
 
 @dataclass
@@ -76,7 +77,8 @@ class KVHandoffConnector(KVConnectorBase_V1):
     ) -> None:
         """Raises ConfigError for a deployment that can't be served."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._version = check_version(vllm.__version__)
+        check_version(vllm.__version__)
+        _log_as_vllm()
         self._settings = plugin_settings(vllm_config)
         self._cache_config = kv_cache_config
         # What a load doesn't bring is computed; vLLM's default is to fail the request.
@@ -143,11 +145,11 @@ class KVHandoffConnector(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """See vLLM (0.32)."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
         results = self._on_worker.results()
         self._bad_blocks |= results.bad_blocks
-        return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+        return base.KVConnectorTransferResults(
+            finished_recving=results.finished, failed_recving=results.failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See vLLM."""
@@ -191,7 +193,8 @@ class KVHandoffConnector(KVConnectorBase_V1):
             hellos[0].kv_layout,
             facts.model_fingerprint,
             model.max_model_len,
-            reports_failures=self._version >= (0, 32),
+            reports_failures=_REPORTS_FAILURES,
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
         )
         self._driver = Driver(settings, facts, self._half)
         self._half.connect(self._driver)
@@ -254,6 +257,15 @@ class KVHandoffConnector(KVConnectorBase_V1):
     def _scheduler(self) -> SchedulerHalf:
         assert self._half is not None, "a call to the other half"
         return self._half
+
+
+def _log_as_vllm() -> None:
+    """vLLM shows its own loggers only: have ours use what they use."""
+    ours, theirs = logging.getLogger("kvhandoff"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
 
 
 def _find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str:

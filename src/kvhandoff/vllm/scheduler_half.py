@@ -56,6 +56,7 @@ class SchedulerHalf:
         max_model_len: int,
         *,
         reports_failures: bool,
+        prefix_caching: bool = True,
         clock: Clock = monotonic,
     ) -> None:
         """`reports_failures`: this vLLM can be told that a whole load failed; else all its blocks are bad."""
@@ -65,6 +66,7 @@ class SchedulerHalf:
         self._pool = pool
         self._fingerprint = model_fingerprint
         self._reports_failures = reports_failures
+        self._prefix_caching = prefix_caching
         self._clock = clock
         self._handoff: Handoff | None = None
         self._references = BlockReferences(pool)
@@ -109,7 +111,7 @@ class SchedulerHalf:
         tracked = self._requests[request.request_id]
         self._notice_preemption(tracked)
         tracked.local_tokens = local_tokens
-        if tracked.leader is not None and tracked.leader.load_under_way:
+        if self._prefix_caching and tracked.leader is not None and tracked.leader.load_under_way:
             return None, False
         self._memory.looked_at(tracked)
         external = tracked.external_tokens(local_tokens, self.layout.block_size)

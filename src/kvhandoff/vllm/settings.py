@@ -118,6 +118,8 @@ def _extra(given: dict[str, Any]) -> ExtraConfig:
     except msgspec.ValidationError as error:
         names = ", ".join(ExtraConfig.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error}; allowed are {names}") from error
+    if extra.host in ("", "0.0.0.0", "::"):
+        raise _refused("host", extra.host, "an address of this host that router and engines reach it at")
     for name in ("offer_lease_s", "claim_lease_s", "retain_lease_s", "retain_fixed_s"):
         if not getattr(extra, name) >= 0.1:
             raise _refused(name, getattr(extra, name), "0.1 seconds or more")
