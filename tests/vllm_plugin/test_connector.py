@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +74,19 @@ def hello(rank: int = 0, ranks: int = 1) -> RankHello:
     )
 
 
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """A connector changes its process's logging and switching of threads; here it is not vLLM's."""
+    loggers = [logging.getLogger(name) for name in ("kvhandoff", "vllm")]
+    kept = [(one, one.handlers, one.level, one.propagate) for one in loggers]
+    interval = sys.getswitchinterval()
+    yield
+    for one, handlers, level, propagate in kept:
+        one.handlers, one.propagate = handlers, propagate
+        one.setLevel(level)
+    sys.setswitchinterval(interval)
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     stub_vllm.install(monkeypatch, getattr(request, "param", "0.32.0"))
@@ -137,6 +153,16 @@ def test_a_failed_load_is_computed_not_failed(module: Any, role: KVConnectorRole
     vllm = config()
     module.KVHandoffConnector(vllm, role, None)
     assert vllm.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_its_log_is_shown_where_vllms_is(module: Any) -> None:
+    ours, theirs = logging.getLogger("kvhandoff"), logging.getLogger("vllm")
+    ours.handlers, theirs.handlers = [], [logging.NullHandler()]
+    theirs.setLevel(logging.INFO)
+    theirs.propagate = False
+    for _ in range(2):
+        module.KVHandoffConnector(config(), KVConnectorRole.WORKER, None)
+    assert (ours.handlers, ours.level, ours.propagate) == (theirs.handlers, logging.INFO, False)
 
 
 def test_a_worker_registers_its_rank(module: Any) -> None:

@@ -8,6 +8,7 @@ versions of vLLM is here as well.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ from kvhandoff.vllm.worker_half import WorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+GIL_SWITCH_S = 0.0005
+"""A thread that computes gives another one a turn after this long (Python's default is 5 ms): a claim, or a
+transfer that has ended, waits for no longer."""
 
 _REPORTS_FAILURES = hasattr(base, "KVConnectorTransferResults")
 """Whether a worker can say that a whole load failed (0.32), or only that all its blocks are bad."""
@@ -79,6 +84,8 @@ class KVHandoffConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         check_version(vllm.__version__)
         _log_as_vllm()
+        # Our threads get their turn during a step, not after it.
+        sys.setswitchinterval(min(sys.getswitchinterval(), GIL_SWITCH_S))
         self._settings = plugin_settings(vllm_config)
         self._cache_config = kv_cache_config
         # What a load doesn't bring is computed; vLLM's default is to fail the request.
