@@ -7,7 +7,7 @@ engine's, alone.
 
     consumed        the reference has been read once; it is used again, for the same prompt
     recycled        the same, and the prefill engine has computed other prompts since
-    another prompt  a reference that has been read is used for another prompt
+    another prompt  a reference that nobody has read yet is used for another prompt
     expired         nobody came for the reference while its lease ran, and other prompts were computed
     edited history  the second turn of a conversation whose first message has been edited, with the reference
                     to the first turn
@@ -47,6 +47,8 @@ FILLING_WORDS = 900
 FILLING_PROMPTS = 2
 """So many of so many words use every block of the prefill engine again."""
 
+QUESTION = "Question: What is the secret word?\nAnswer: The secret word is"
+
 Verdict = Literal["right text", "WRONG TEXT", "error", "no answer"]
 
 
@@ -70,10 +72,7 @@ Scene = Callable[[System], Awaitable[tuple[str, Served]]]
 def story(word: str, *, first: str = "") -> str:
     """A prompt of some 400 tokens that the model can answer from nothing but its beginning's middle."""
     filling = "The garden is quiet in the morning, and the birds sing in the old trees near the gate. "
-    return (
-        f"{first}{filling * 9}The secret word is {word}. {filling * 9}"
-        f"\n\nQuestion: What is the secret word?\nAnswer: The secret word is"
-    )
+    return f"{first}{filling * 9}The secret word is {word}. {filling * 9}\n\n{QUESTION}"
 
 
 async def fill(system: System) -> None:
@@ -102,7 +101,7 @@ async def recycled(system: System) -> tuple[str, Served]:
 
 
 async def another_prompt(system: System) -> tuple[str, Served]:
-    reference = await _consumed(system, story("silver"))
+    reference, _ = await system.prefill(story("silver"))
     prompt = story("dragon")
     return prompt, await system.decode(prompt, reference)
 
@@ -119,10 +118,8 @@ async def edited_history(system: System) -> tuple[str, Served]:
     asked = story("monkey")
     reference, _ = await system.prefill(asked)
     first = await system.decode(asked, reference)
-    follow_up = (
-        f"{first.text.split('.')[0]}.\n\nQuestion: Say it again: what is the secret word?\nAnswer: It is"
-    )
-    edited = story("bottle") + follow_up.replace("monkey", "bottle")
+    answered = first.text.split(".")[0].replace("monkey", "bottle")
+    edited = f"{story('bottle')}{answered}.\n\n{QUESTION}"
     reference, used = await system.prefill(edited, first.kept)
     second = await system.decode(edited, reference)
     reason = second.reason if used == second.reason else f"{used}; {second.reason}"
@@ -182,7 +179,7 @@ async def run(settings: VllmSettings, chosen: Sequence[str], scenes: Sequence[st
             system = made(engines, session, MAX_TOKENS)
             for scene in scenes:
                 played.append(await play(system, scene))
-                console.print(f"{name}: {scene}: {played[-1].verdict}")
+                console.print(f"{name}: {scene}: {played[-1].verdict}: {played[-1].came!r}", markup=False)
     return played
 
 

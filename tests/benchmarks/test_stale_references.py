@@ -78,7 +78,7 @@ async def test_verified_references_give_the_right_text() -> None:
     [
         ("consumed", ["prefill", "decode", "decode"]),
         ("recycled", ["prefill", "decode", "compute", "compute", "decode"]),
-        ("another prompt", ["prefill", "decode", "decode"]),
+        ("another prompt", ["prefill", "decode"]),
         ("expired", ["prefill", "compute", "compute", "decode"]),
         ("edited history", ["prefill", "decode", "prefill with history", "decode"]),
     ],
