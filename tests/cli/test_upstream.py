@@ -1,0 +1,53 @@
+"""`kvhandoff router` in front of engines with upstream's connectors: started as an operator would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tests.cli.test_bad_input import run
+
+DECODE = ("--decode", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--connector", "mooncake", *DECODE], "'kvhandoff', 'nixl', 'nixl-push'"),
+        (["--connector", "nixl", *DECODE, "--on-miss", "error"], "on-miss, retain: allowed with"),
+        (["--connector", "nixl", *DECODE, "--retain", "fixed"], "on-miss, retain: allowed with"),
+        (["--connector", "nixl", *DECODE, "--path", "push"], "allowed with nixl is auto, pull, local"),
+        (["--connector", "nixl", "--decode", "h:1"], "allowed is URL[,engine_id=ID]"),
+        (["--connector", "nixl-push", *DECODE, "--prefill", "http://h:1"], "without engine_id"),
+    ],
+)
+def test_bad_flags(arguments: list[str], said: str) -> None:
+    done = run("router", *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_it_needs_no_cluster_key() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "KVHANDOFF_CLUSTER_KEY"}
+    command = [sys.executable, "-m", "kvhandoff", "router", "--connector", "nixl", *DECODE, "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--lifeline"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as router:
+        try:
+            assert router.stdout is not None
+            url = json.loads(router.stdout.readline())["url"]
+            with urllib.request.urlopen(f"{url}/health") as answer:
+                assert json.load(answer) == {"status": "ok"}
+        finally:
+            assert router.stdin is not None
+            router.stdin.close()  # its lifeline
+        assert router.wait(30) == 0
