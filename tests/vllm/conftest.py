@@ -16,13 +16,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.vllm import models
 from tests.vllm.engines import ROLES, VllmEngine
 from tests.vllm.environment import Environment, find
+from tests.vllm.models import MODELS, Model
 from tests.vllm.pair import Pair
-
-FULL = os.environ.get("KVHANDOFF_VLLM") == "full"
-"""By hand: as many requests and deaths as it takes to be sure."""
 
 ENVIRONMENT = find()
 
@@ -45,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @asynccontextmanager
-async def running_pair(environment: Environment, model_dir: Path, logs: Path) -> AsyncIterator[Pair]:
+async def running_pair(environment: Environment, model: Model, logs: Path) -> AsyncIterator[Pair]:
     """A prefill and a decode engine, warm; both are started at once."""
     key = f"vLLM tests {os.getpid()}".encode()
     timeout = aiohttp.ClientTimeout(total=120.0)
@@ -53,10 +50,19 @@ async def running_pair(environment: Environment, model_dir: Path, logs: Path) ->
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         p, d = (
-            VllmEngine(role, environment, model_dir, key, logs / f"{role}.log", session, extra_config=LEASES)
+            VllmEngine(
+                role,
+                environment,
+                model.directory(),
+                key,
+                logs / f"{role}.log",
+                session,
+                extra_config=LEASES,
+                arguments=model.arguments,
+            )
             for role in ROLES
         )
-        pair = Pair(p, d, session, key)
+        pair = Pair(p, d, session, key, prefix_cache=model.prefix_cache)
         try:
             p.launch()
             d.launch()
@@ -73,8 +79,8 @@ async def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Pair]:
     """The pair of one model; tests are grouped by it, so that two engines run at a time."""
-    model_dir = {"gqa": models.gqa, "mla": models.mla}[request.param]()
-    async with running_pair(ENVIRONMENT, model_dir, tmp_path_factory.mktemp(request.param)) as pair:
+    logs = tmp_path_factory.mktemp(request.param)
+    async with running_pair(ENVIRONMENT, MODELS[request.param], logs) as pair:
         yield pair
 
 

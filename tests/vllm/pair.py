@@ -110,6 +110,8 @@ class Pair:
     session: aiohttp.ClientSession
     cluster_key: bytes = field(repr=False)
     rng: random.Random = field(default_factory=lambda: random.Random(1))
+    prefix_cache: bool = True
+    """Whether vLLM finds again what it has computed; its CPU build does not for latent attention."""
     restarted: bool = False
     """This test has killed an engine, and started it again."""
 

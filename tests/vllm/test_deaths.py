@@ -15,10 +15,9 @@ import aiohttp
 import pytest
 
 from kvhandoff.core.reasons import Reason
-from tests.vllm.conftest import FULL
 from tests.vllm.engines import eventually
 from tests.vllm.fleet import Fleet, fleet
-from tests.vllm.marks import gqa
+from tests.vllm.marks import FULL, gqa
 from tests.vllm.pair import Pair, Question
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

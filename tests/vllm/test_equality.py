@@ -39,7 +39,7 @@ async def test_forward(pair: Pair, way: str, tokens: int) -> None:
     assert d.bytes > 0
 
 
-@both
+@gqa
 async def test_push_moves_most_of_a_long_prompt_while_it_is_computed(pair: Pair) -> None:
     """Field case 52: sixteen steps compute the prompt, and the bytes don't wait for the last."""
     question = await pair.question(1000)
@@ -60,7 +60,7 @@ async def test_local(pair: Pair) -> None:
     assert (record.kv_source, record.computed_tokens) == ("local", 150)
 
 
-@both
+@gqa
 @ways
 @pytest.mark.parametrize("held", [32, 64, 128, 160])
 async def test_destination_has_the_beginning(pair: Pair, way: str, held: int) -> None:
@@ -74,7 +74,7 @@ async def test_destination_has_the_beginning(pair: Pair, way: str, held: int) ->
     assert (d.cached_tokens, d.transferred_tokens) == (held, 170 - held - LAST)
 
 
-@both
+@gqa
 @ways
 async def test_source_has_the_beginning(pair: Pair, way: str) -> None:
     """What the prefill engine had in its prefix cache is handed over like what it computed."""

@@ -1,6 +1,6 @@
 """Mixed requests and conversations, eight at a time: all paths, return, edited histories.
 
-By hand, 200 requests and 20 conversations of five turns, with a GQA and an MLA model:
+By hand, 200 requests and 20 conversations of five turns, with each model:
 
     KVHANDOFF_VLLM=full pytest tests/vllm/test_mixed.py
 """
@@ -15,9 +15,8 @@ from collections.abc import Iterable
 import pytest
 
 from tests.e2e.workload import CONCURRENCY, Sizes, Turn, conversations, singles
-from tests.vllm.conftest import FULL
 from tests.vllm.fleet import fleet
-from tests.vllm.marks import both
+from tests.vllm.marks import FULL, every
 from tests.vllm.pair import Pair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -27,7 +26,7 @@ LARGE = Sizes(requests=200, conversations=20, turns=5, longest_request=900, new_
 PATHS = ("pull", "push", "local", "auto")
 
 
-@both
+@every
 async def test_mixed(pair: Pair) -> None:
     sizes = LARGE if FULL else SMALL
     rng = random.Random("mixed")
