@@ -58,7 +58,7 @@ async def running_pair(environment: Environment, model: Model, logs: Path) -> As
                 logs / f"{role}.log",
                 session,
                 extra_config=LEASES,
-                arguments=model.arguments,
+                arguments=(*model.arguments, *getattr(model, role)),
             )
             for role in ROLES
         )

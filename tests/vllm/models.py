@@ -46,13 +46,25 @@ class Model:
     directory: Callable[[], Path]
     arguments: tuple[str, ...] = ()
     """Of `vllm serve`."""
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    """Of one engine of the pair only."""
     prefix_cache: bool = True
     """Whether vLLM finds again what it has computed."""
 
+
+TWO_RANKS = ("--tensor-parallel-size", "2")
 
 MODELS = {
     "gqa": Model(gqa),
     # The one CPU backend for it that computes in float32; it takes whole prompts, and has no prefix cache.
     "mla": Model(mla, ("--attention-backend", "CPU_MLA"), prefix_cache=False),
+    # Two ranks take four workers of 1.6 GB a pair, and half a minute for their first step.
+    "gqa, two ranks each": Model(gqa, TWO_RANKS),
+    "gqa, two ranks to one": Model(gqa, prefill=TWO_RANKS),
+    "gqa, one rank to two": Model(gqa, decode=TWO_RANKS),
+    "mla, two ranks to one": Model(
+        mla, ("--attention-backend", "CPU_MLA"), prefill=TWO_RANKS, prefix_cache=False
+    ),
     "smollm2": Model(lambda: resolve_model("smollm2")),
 }

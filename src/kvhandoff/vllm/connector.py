@@ -110,9 +110,9 @@ class KVHandoffConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """With all layers of a block side by side NIXL moves a block in one run of bytes. A wish: vLLM drops it
-        where an attention backend has another order. Not heads before layers (BHLNC), which would be one run
-        for each head, too: such engines could not exchange with those of the other orders."""
+        """With all layers of a block side by side NIXL moves a block in one run of bytes. A wish: vLLM drops
+        it where an attention backend has another order. Not heads before layers (BHLNC), which would be one
+        run for each head, too: such engines could not exchange with those of the other orders."""
         if check_version(vllm.__version__) < (0, 32) or vllm_config.device_config.device_type == "cpu":
             return None
         return "BLHNC"
