@@ -77,6 +77,7 @@ class VllmEngine:
     """Further arguments of `vllm serve`."""
     port: int = field(default_factory=free_port)
     side_port: int = field(default_factory=free_port)
+    control_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -96,7 +97,11 @@ class VllmEngine:
             "kv_connector": "KVHandoffConnector",
             "kv_role": "kv_both",
             "kv_port": self.side_port,
-            "kv_connector_extra_config": {"role": self.role, **self.extra_config},
+            "kv_connector_extra_config": {
+                "role": self.role,
+                "control_port": self.control_port,
+                **self.extra_config,
+            },
         }
         command = [
             sys.executable, str(Path(__file__).with_name("lifeline.py")),

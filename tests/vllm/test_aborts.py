@@ -22,7 +22,7 @@ from tests.vllm.pair import Answered, Pair, new_key
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-SLOWLY: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+SLOWLY: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
 """Of a prefill leg: its prompt's blocks are complete, and it goes on for a second before it offers them."""
 
 
@@ -71,11 +71,13 @@ async def test_leaves_while_a_grant_waits(pair: Pair) -> None:
 async def test_leaves_while_its_prompt_is_written(pair: Pair) -> None:
     """Both legs run, and the destination's client goes away."""
     for _ in range(3):
-        key, prompt = new_key(), pair.tokens(600)
+        key, prompt = new_key(), pair.tokens(400)
         async with leaving(pair.prefill(prompt, key=key, push=True, **SLOWLY)) as source:
             async with leaving(pair.decode_push(prompt, key=key)):
-                await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
-                await seen(pair, pair.p, lambda state: state.running > 0)
+                await asyncio.gather(
+                    seen(pair, pair.d, lambda state: state.blocks.granted > 0),
+                    seen(pair, pair.p, lambda state: state.running > 0),
+                )
             answer: Answered = await source
             assert answer.status == 200
             await seen(pair, pair.d, lambda state: state.blocks.granted == 0)
@@ -120,7 +122,7 @@ async def test_source_stands_still(pair: Pair) -> None:
 async def test_leaves_while_the_prompt_is_computed(pair: Pair, push: bool) -> None:
     """Field case 7: a prefill leg that ends early offers nothing, and its destination computes."""
     for _ in range(3):
-        question = await pair.question(600)
+        question = await pair.question(400)
         key = new_key()
         async with leaving(pair.prefill(question.prompt, key=key, push=push, **SLOWLY)):
             if push:

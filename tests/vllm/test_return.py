@@ -33,24 +33,24 @@ async def reply(pair: Pair, way: str, turn: Answered, question: Question) -> Ans
 @pytest.mark.parametrize("first", ["local", "pull", "push"])
 async def test_second_turn(pair: Pair, way: str, first: str) -> None:
     """Return and forward in one turn: only what is new is computed, and only that moves forward."""
-    opening = await pair.question(150, 40)
+    opening = await pair.question(150, 100)
     if first == "local":
-        turn = await pair.local(opening.prompt, 40)
+        turn = await pair.local(opening.prompt, 100)
     else:
-        turn = await (pair.pull if first == "pull" else pair.push)(opening.prompt, 40, retain="renewable")
+        turn = await (pair.pull if first == "pull" else pair.push)(opening.prompt, 100, retain="renewable")
     assert turn.token_ids == opening.expected
     block = await size(pair)
-    kept = (190 - 1) // block * block  # the answer's last token was sampled, and never computed
+    kept = (250 - 1) // block * block  # the answer's last token was sampled, and never computed
     assert (await pair.d.record(turn.key.handoff_id)).retained_tokens == kept
 
-    question = await pair.question(250, begins=opening.transcript)
+    question = await pair.question(300, begins=opening.transcript)
     answer = await reply(pair, way, turn, question)
     p, d = await pair.records(answer.key)
     cached = p.cached_tokens  # of the first turn's prompt, where this engine computed it
     assert (cached > 0) == (first != "local" and pair.prefix_cache)
-    assert (p.transferred_tokens, p.computed_tokens) == (kept - cached, 250 - kept)
+    assert (p.transferred_tokens, p.computed_tokens) == (kept - cached, 300 - kept)
     held = kept if pair.prefix_cache else 0
-    assert (d.cached_tokens, d.transferred_tokens) == (held, 249 - held)
+    assert (d.cached_tokens, d.transferred_tokens) == (held, 299 - held)
     await pair.withdraw(pair.d, turn.key)
 
 
