@@ -75,8 +75,8 @@ class Load:
 @gqa
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_killed_under_load(pair: Pair, role: str) -> None:
-    """The survivor lives and holds nothing of the dead one; no answer is wrong, also to a reference of the life
-    before; afterwards KV moves again."""
+    """The survivor lives and holds nothing of the dead one; no answer is wrong; afterwards KV moves again, and
+    what the life before had offered is known to be gone."""
     pair.restarted = True
     victim, survivor = (pair.p, pair.d) if role == "prefill" else (pair.d, pair.p)
     questions = [await pair.question(tokens) for tokens in (40, 130, 250, 500, 700)]
@@ -96,7 +96,7 @@ async def test_killed_under_load(pair: Pair, role: str) -> None:
             await load.answered(10)
             load.over = True
             await asyncio.gather(*clients)
-            if offered is not None:  # and is gone, though its maker's successor listens at the same address
+            if offered is not None:  # its maker's successor listens at the same address
                 answer = await pair.decode(question.prompt, offered.offer)
                 assert answer.token_ids == question.expected
                 record = await pair.d.record(answer.key.handoff_id)
