@@ -102,7 +102,7 @@ async def recycled(system: System) -> tuple[str, Served]:
 
 async def another_prompt(system: System) -> tuple[str, Served]:
     reference, _ = await system.prefill(story("silver"))
-    prompt = story("dragon")
+    prompt = story("dragon", first="Once more. ")  # not a token at the same place
     return prompt, await system.decode(prompt, reference)
 
 

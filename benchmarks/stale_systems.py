@@ -136,7 +136,8 @@ class Ours(System):
             control_address=state.control_address,
             n_tokens=record.retained_tokens,
         )
-        return Served(status, _text(answer), f"{record.kv_source}{_reasons(record)}", kept)
+        moved = f", {record.transferred_tokens} tokens" if record.transferred_tokens else ""
+        return Served(status, _text(answer), f"{record.kv_source}{moved}{_reasons(record)}", kept)
 
     async def _ticket(self, engine: Running, **fields: Any) -> str:
         state = await self._state(engine)
