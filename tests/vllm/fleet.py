@@ -9,7 +9,7 @@ from typing import Any
 
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig
-from tests.vllm.engines import MODEL, VllmEngine, eventually
+from tests.vllm.engines import MODEL, START_S, VllmEngine, eventually
 from tests.vllm.pair import CHAT, COMPLETIONS, Pair, Streamed, greedy, read_stream
 
 
@@ -73,7 +73,7 @@ class Fleet:
             async with self.pair.session.get(f"{self.url}/ready") as answer:
                 return all(engine["healthy"] for engine in (await answer.json())["engines"])
 
-        await eventually(all_healthy)
+        await eventually(all_healthy, START_S, every=0.2)
 
 
 @asynccontextmanager

@@ -35,10 +35,14 @@ class Load:
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     over: bool = False
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while all clients ask; else the first one alone, which leaves an engine that starts some of the CPU."""
 
     async def client(self, number: int) -> None:
         asked = 0
         while not self.over:
+            if number > 0:
+                await self.full.wait()
             question = self.questions[(number + asked) % len(self.questions)]
             path = ("pull", "push")[(number + asked) % 2]
             # A salt of its own: nothing is found in a prefix cache, everything has to be moved.
@@ -61,6 +65,8 @@ class Load:
             self.statuses[status] += 1
             if status == 200 and answer["choices"][0]["token_ids"] != question.expected:
                 self.wrong.append(f"{answer['id']}: {answer['choices'][0]['token_ids']}")
+            elif status != 200:
+                await self.routed.healthy()
 
     async def answered(self, more: int) -> None:
         """Wait for so many more right answers."""
@@ -75,7 +81,7 @@ class Load:
 @gqa
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_killed_under_load(pair: Pair, role: str) -> None:
-    """The survivor lives and holds nothing of the dead one; no answer is wrong; afterwards KV moves again, and
+    """The survivor lives and holds nothing of the dead one; no answer is wrong; then KV moves again, and
     what the life before had offered is known to be gone."""
     pair.restarted = True
     victim, survivor = (pair.p, pair.d) if role == "prefill" else (pair.d, pair.p)
@@ -84,6 +90,7 @@ async def test_killed_under_load(pair: Pair, role: str) -> None:
         for _ in range(DEATHS):
             before, other = await victim.identity(), await survivor.identity()
             load = Load(routed, questions)
+            load.full.set()
             clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
             await load.answered(10)
             question = await pair.question(170)
@@ -91,8 +98,10 @@ async def test_killed_under_load(pair: Pair, role: str) -> None:
             await victim.kill()
             if role == "prefill":
                 await load.answered(10)  # by the decode engine alone
+            load.full.clear()
             await victim.start()
             await routed.healthy()
+            load.full.set()
             await load.answered(10)
             load.over = True
             await asyncio.gather(*clients)
