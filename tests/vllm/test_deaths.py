@@ -36,7 +36,7 @@ class Load:
     wrong: list[str] = field(default_factory=list)
     over: bool = False
     full: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while all clients ask; else the first one alone, which leaves an engine that starts some of the CPU."""
+    """Set while all clients ask; else only the first one does: an engine that starts needs the CPU."""
 
     async def client(self, number: int) -> None:
         asked = 0
