@@ -88,7 +88,7 @@ async def engines(
 async def pair(engines: Pair) -> AsyncIterator[Pair]:
     """The pair, both engines up; when the test is over they still are, and hold nothing."""
     for engine in engines.engines:
-        if not engine.alive:  # a test before this one has failed
+        if not await engine.serves():  # a test before this one has failed
             await engine.stop()
             await engine.start()
     before = [await engine.identity() for engine in engines.engines]

@@ -31,7 +31,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 MODEL = "tiny"
 """Name under which all models are served."""
-START_S = 240.0
+START_S = 400.0
 """Importing vLLM and compiling its first kernels takes most of a minute on two cores, more on busy ones."""
 DEADLINE = 30.0
 CHUNK = 64
@@ -131,9 +131,7 @@ class VllmEngine:
 
         async def serving() -> bool:
             assert self.alive, f"the {self.role} engine ended before it served:\n{self.tail()}"
-            return await self._answers(f"{self.url}/health") and await self._answers(
-                f"{self.side_url}/internal/state"
-            )
+            return await self.serves()
 
         await eventually(serving, START_S, self._log_tail, every=0.2)
 
@@ -174,6 +172,11 @@ class VllmEngine:
     def alive(self) -> bool:
         """Whether the API server runs; it ends when its engine core does."""
         return self._process is not None and self._process.poll() is None
+
+    async def serves(self) -> bool:
+        """Whether both of its servers answer."""
+        pages = (f"{self.url}/health", f"{self.side_url}/internal/state")
+        return self.alive and all([await self._answers(page) for page in pages])
 
     async def state(self, after: int = 0) -> EngineState:
         """What the connector tells the router."""
