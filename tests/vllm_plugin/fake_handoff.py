@@ -295,6 +295,10 @@ class FakeHandoff:
         """Another engine is to answer."""
         self._legs[load].yields()
 
+    def withdraw(self, load: HandoffKey) -> None:
+        """Nobody waits for the answer."""
+        self._legs[load].withdrawn()
+
     def _lend(self, offer: HandoffKey, blocks: Sequence[int], n_tokens: int | None = None) -> None:
         lent = self.lent.setdefault(offer, Lent())
         lent.blocks += blocks

@@ -8,7 +8,7 @@ wrong KV. A transfer writes into blocks as well, whenever it pleases until it is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -186,6 +186,8 @@ class FakeScheduler:
         self.ended: list[FakeRequest] = []
         self.reports: list[tuple[str, bool, Sequence[int]]] = []
         """What the workers say at the end of their present step."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What other threads do between two calls of the half."""
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
         self._under_way: deque[Step] = deque()
@@ -198,6 +200,7 @@ class FakeScheduler:
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.half.on_new_request(request)
+        self.meanwhile()
         return request
 
     def abort(self, request: FakeRequest) -> None:
@@ -251,7 +254,9 @@ class FakeScheduler:
             budget -= count
         if not preempted:
             self._admit(step, budget)
+        self.meanwhile()
         step.number = self.half.planned(step)
+        self.meanwhile()
         for request, _, count, _ in step.work:
             request.num_computed_tokens += count
             request.num_in_flight_tokens += count
@@ -270,6 +275,7 @@ class FakeScheduler:
         while needed > self.pool.get_num_free_blocks():
             if self.half.frees_are_coming():
                 return None
+            self.meanwhile()
             if self.running[-1].num_in_flight_tokens:
                 return None  # its blocks would not be free at once
             victim = self.running.pop()
@@ -304,6 +310,7 @@ class FakeScheduler:
                 if not request.skip_reading_prefix_cache:
                     local = self.pool.match(request.keys(request.num_tokens - 1))
                 matched, is_async = self.half.matched_tokens(request, len(local) * BLOCK)
+                self.meanwhile()
                 if matched is None:
                     continue
                 external = 0 if request.skip_reading_prefix_cache else matched
@@ -322,6 +329,7 @@ class FakeScheduler:
             request.blocks += local + self.pool.get_new_blocks(needed)
             ids = [block.block_id for block in request.blocks]
             self.half.allocated(request, ids, external)
+            self.meanwhile()
             request.num_computed_tokens = computed
             if is_async:
                 request.status = Status.WAITING_FOR_REMOTE_KVS
@@ -377,8 +385,10 @@ class FakeScheduler:
                 request.status = Status.FINISHED_LENGTH_CAPPED
                 self.running.remove(request)
                 self._free_request(request)
+        self.meanwhile()
         if step.number:
             self.half.done(step.number)
+        self.meanwhile()
         for request_id, _, _ in reports:
             assert request_id in self.requests, f"{request_id} is reported, and unknown"
             request = self.requests[request_id]
@@ -415,6 +425,7 @@ class FakeScheduler:
     def _free_request(self, request: FakeRequest, *, delay: bool = False) -> None:
         held = request.blocks[: -(-request.num_computed_tokens // BLOCK)]
         request.answer = self.half.finished(request, [block.block_id for block in held])
+        self.meanwhile()
         self.ended.append(request)
         if not delay:
             self._free_blocks(request)

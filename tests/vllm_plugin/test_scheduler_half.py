@@ -550,6 +550,34 @@ def test_adapters_and_images_have_chains_of_their_own(e: Engine) -> None:
     assert digest(mm_features=[feature("cat")]) == digests[5]
 
 
+@pytest.mark.parametrize("reports_failures", [True, False])
+@pytest.mark.parametrize("given_up", ["yields", "withdraw", "miss"])
+def test_a_load_given_up_between_the_match_and_the_allocation(
+    given_up: str, reports_failures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM then waits for a report of blocks that were not there when the load ended."""
+    e = engine(reports_failures=reports_failures)
+    request = e.add(PROMPT, signed("decode", offer=descriptor(10)))
+    e.handoff.run()
+    (key,) = e.handoff.early
+
+    def meanwhile() -> None:
+        monkeypatch.undo()
+        getattr(e.handoff, given_up)(key)
+
+    matched = e.half.matched_tokens
+
+    def raced(asking: Any, local_tokens: int) -> tuple[int | None, bool]:
+        answer = matched(asking, local_tokens)
+        meanwhile()
+        return answer
+
+    monkeypatch.setattr(e.half, "matched_tokens", raced)
+    assert e.run(request).output_token_ids == alone(PROMPT, 4)
+    assert len(e.called("report")) == 1
+    e.at_rest()
+
+
 # ---------------------------------------------------------------------------------- memory
 
 
@@ -572,6 +600,37 @@ def test_kept_turns_make_room_for_the_rest_of_a_history() -> None:
     assert e.pool.get_num_free_blocks() == 0
     e.handoff.arrive(e.load)
     assert e.run(request).output_token_ids == alone(prompt, 1)
+    assert e.called("memory_short")
+    e.at_rest()
+
+
+def test_a_load_that_ends_on_an_idle_engine_with_room_leaves_kept_turns_alone() -> None:
+    """Between the load's end and vLLM's taking the report the request waits, and nothing runs."""
+    e = engine(blocks=100)
+    e.run(e.add(list(range(20)), signed("local", retain="renewable"), max_tokens=8))
+    e.handoff.run()
+    for start, ticket in (
+        (100, signed("decode", offer=descriptor(10))),
+        (200, signed("local", history=history_ref(8))),
+        (300, signed("decode", push_from=offer_ref())),
+    ):
+        request = e.add(list(range(start, start + 10)), ticket, max_tokens=2)
+        e.steps(1)
+        e.handoff.arrive(e.load)
+        e.run(request)
+    assert (len(e.handoff.lent), e.called("memory_short")) == (1, [])
+    e.at_rest()
+
+
+def test_a_request_that_vllm_refuses_for_its_own_cached_beginning_gets_room() -> None:
+    """What it finds in the prefix cache is counted among the free blocks, and is not free for it."""
+    e = engine(blocks=10)
+    prompt = list(range(100, 122))
+    e.run(e.add(prompt[:16], max_tokens=1))
+    e.run(e.add(list(range(18)), signed("local", retain="renewable"), max_tokens=3))
+    e.handoff.run()
+    assert e.pool.get_num_free_blocks() == 5  # four of them the prompt's beginning: it takes six
+    assert e.run(e.add(prompt, max_tokens=1)).output_token_ids == alone(prompt, 1)
     assert e.called("memory_short")
     e.at_rest()
 

@@ -46,6 +46,7 @@ class World:
         self.half.connect(self.handoff)
         self.vllm = FakeScheduler(self.half, self.pool, depth=depth)
         self.handoff.scheduler = self.vllm
+        self.vllm.meanwhile = self.meanwhile
         self.count = 0
         self.expected: dict[str, list[int]] = {}
         self.seen: set[str] = set()
@@ -68,6 +69,13 @@ class World:
             case "preempt" if self.vllm.running:
                 self.seen.add("preempt")
                 self.vllm.preempt(self.rng.choice(self.vllm.running))
+
+    def meanwhile(self) -> None:
+        """Between two of vLLM's calls: the handoff side is a thread of its own."""
+        if self.rng.random() < 0.1:
+            self.handoff.run(self.rng.randint(1, 2))
+        if self.rng.random() < 0.1:
+            self.chance()
 
     def add(self) -> None:
         rng = self.rng
@@ -109,8 +117,11 @@ class World:
         """Something becomes of a load, or of an offer."""
         rng, handoff = self.rng, self.handoff
         if handoff.early and rng.random() < 0.3:
-            self.seen.add("missed early")
-            handoff.miss(rng.choice(sorted(handoff.early)))
+            load = rng.choice(sorted(handoff.early))
+            fate = rng.choice(("missed", "yielded", "withdrawn"))
+            self.seen.add(f"{fate} early")
+            end = {"missed": handoff.miss, "yielded": handoff.yields, "withdrawn": handoff.withdraw}
+            end[fate](load)
         if handoff.transfers:
             load = rng.choice(sorted(handoff.transfers))
             transfer = handoff.transfers[load]
@@ -183,7 +194,8 @@ def test_random_schedules(reports_failures: bool, depth: int, blocks: int) -> No
         world.check()
         seen |= world.seen
         names |= {call[0] for call in world.handoff.calls}
-    assert seen == {"abort", "preempt", "missed early", "late bytes", "arrive", "part", "miss", "yield"}
+    early = {"missed early", "yielded early", "withdrawn early"}
+    assert seen == early | {"abort", "preempt", "late bytes", "arrive", "part", "miss", "yield"}
     assert names >= {
         "load_allocated",
         "load_skipped",

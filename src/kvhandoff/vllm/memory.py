@@ -42,7 +42,8 @@ class MemoryWatch:
 
     def planned(self, running: int, loads: Sequence[Tracked], hooks: KVHooks) -> None:
         """A step with so many requests is planned. `loads`: requests whose load is under way, or has ended
-        and left them waiting with what it brought; vLLM doesn't look at those anew."""
+        and left them with what it brought, whether vLLM has heard of it yet or not; it doesn't look at those
+        anew, and they lack what their blocks don't hold."""
         waiting, self._waiting = self._waiting, {}
         self._running = running
         self._patience = max(0, self._patience - 1) if self._lacking else PATIENCE_STEPS
@@ -52,14 +53,16 @@ class MemoryWatch:
         free = self._pool.get_num_free_blocks()
         short = running - free
         ended = [one for one in loads if one.state is LoadState.REPORTED]
-        needs = [self._blocks(one.request.num_tokens - one.awaited_tokens) for one in ended]
+        needs = [self._blocks(one.request.num_tokens) - len(one.blocks) for one in ended]
         if waiting:
             oldest = next(iter(waiting.values()))
             needs.append(self._blocks(oldest.request.num_tokens - oldest.local_tokens))
         if needs:
             short = max(needs) + running - free
-            if not running and len(ended) == len(loads):  # nothing else will end and make room
-                short = max(short, 1)
+        if waiting and not running and len(ended) == len(loads):
+            # vLLM has just refused it: it also counts blocks that its own beginning takes from the free ones.
+            # Nothing else will end and make room.
+            short = max(short, 1)
         if short > 0:
             hooks.memory_short(short)
 
