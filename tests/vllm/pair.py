@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvhandoff.core.ids import HandoffKey, new_handoff_id
+from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
@@ -91,7 +91,6 @@ class Streamed:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    events: int
     usage: dict[str, Any] | None
 
 
@@ -153,7 +152,8 @@ class Pair:
     async def ticket(self, engine: VllmEngine, leg: Any, **fields: Any) -> str:
         """A ticket that `engine` may obey now, but for what `fields` change."""
         state = await engine.state()
-        usual = {"audience": await engine.identity(), "not_after": state.now + 20, "key": new_key()}
+        audience = Identity(EngineId(state.engine_id), Epoch(state.epoch))
+        usual = {"audience": audience, "not_after": state.now + 20, "key": new_key()}
         return TicketKey(self.cluster_key).sign(Ticket(leg=leg, **{**usual, **fields}))
 
     async def prefill(
@@ -347,16 +347,15 @@ def _named(key: HandoffKey) -> dict[str, str]:
 async def read_stream(answer: aiohttp.ClientResponse) -> Streamed:
     """A whole stream of one choice."""
     assert answer.status == 200, await answer.text()
-    text, finish_reason, events, usage = "", None, 0, None
+    text, finish_reason, usage = "", None, None
     token_ids: list[int] = []
     async for event in _events(answer):
-        events += 1
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             text += choice.get("text") or choice.get("delta", {}).get("content") or ""
             token_ids += choice.get("token_ids") or []
             finish_reason = choice["finish_reason"] or finish_reason
-    return Streamed(text, token_ids, finish_reason, events, usage)
+    return Streamed(text, token_ids, finish_reason, usage)
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import EngineState
 from tests.vllm.engines import VllmEngine, eventually
 from tests.vllm.marks import both, gqa
-from tests.vllm.pair import Answered, Pair, new_key
+from tests.vllm.pair import Pair, new_key
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -72,15 +72,12 @@ async def test_leaves_while_its_prompt_is_written(pair: Pair) -> None:
     """Both legs run, and the destination's client goes away."""
     for _ in range(3):
         key, prompt = new_key(), pair.tokens(400)
-        async with leaving(pair.prefill(prompt, key=key, push=True, **SLOWLY)) as source:
-            async with leaving(pair.decode_push(prompt, key=key)):
-                await asyncio.gather(
-                    seen(pair, pair.d, lambda state: state.blocks.granted > 0),
-                    seen(pair, pair.p, lambda state: state.running > 0),
-                )
-            answer: Answered = await source
-            assert answer.status == 200
-            await seen(pair, pair.d, lambda state: state.blocks.granted == 0)
+        async with leaving(pair.decode_push(prompt, key=key)):
+            await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
+            source = asyncio.ensure_future(pair.prefill(prompt, key=key, push=True, **SLOWLY))
+            await seen(pair, pair.p, lambda state: state.running > 0)
+        assert (await source).status == 200
+        await seen(pair, pair.d, lambda state: state.blocks.granted == 0)
     await right_again(pair)
 
 
@@ -124,10 +121,10 @@ async def test_leaves_while_the_prompt_is_computed(pair: Pair, push: bool) -> No
     for _ in range(3):
         question = await pair.question(400)
         key = new_key()
+        if push:
+            waits = asyncio.ensure_future(pair.decode_push(question.prompt, key=key))
+            await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
         async with leaving(pair.prefill(question.prompt, key=key, push=push, **SLOWLY)):
-            if push:
-                waits = asyncio.ensure_future(pair.decode_push(question.prompt, key=key))
-                await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
             await seen(pair, pair.p, lambda state: state.running > 0)
         if push:
             assert (await waits).token_ids == question.expected

@@ -119,7 +119,6 @@ async def test_streamed(pair: Pair, way: str) -> None:
         )
     assert streamed.token_ids == question.expected
     assert (streamed.text, streamed.finish_reason) == (alone["text"], alone["finish_reason"])
-    assert streamed.events > 1
     assert (await pair.d.record(key.handoff_id)).transferred_tokens == 150 - LAST
 
 
