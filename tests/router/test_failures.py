@@ -31,6 +31,10 @@ async def silent(engine: MockEngine, leg: Leg) -> web.StreamResponse:
     raise AssertionError
 
 
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
 async def no_params(engine: MockEngine, leg: Leg) -> web.StreamResponse:
     """A server that is no prefill engine of this cluster (field case 21)."""
     return web.json_response({"id": "x", "choices": []})
@@ -129,6 +133,58 @@ async def test_prefill_late_then_local(cluster: Any) -> None:
         assert c.d.legs.get_nowait().ticket.leg == "local"
         leg = await soon(c.p.cancelled.get())
         assert c.p.withdrawn.get_nowait().key == leg.ticket.key
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+async def test_prefill_later_than_new_attempts_may_begin(cluster: Any, prefill: int) -> None:
+    """The limits are related as by default: the one attempt that may follow needs no other engine."""
+    async with cluster(prefill=prefill, timeouts={"prefill_s": 0.1, "retry_s": 0.05}) as c:
+        c.p.script = silent
+        status, answer = await c.post(c.body())
+        assert (status, answer["choices"][0]["text"]) == (200, "Hello")
+        failed = await soon(c.p.cancelled.get())
+        assert c.p.withdrawn.get_nowait().key == failed.ticket.key
+        ticket = c.d.legs.get_nowait().ticket
+        assert (ticket.leg, ticket.key.attempt, ticket.offer) == ("local", 1, None)
+        record = await c.record(answer["id"])
+        assert (record["path"], record["attempts"], record["reasons"]) == ("local", 2, ["prefill_failed"])
+        if prefill > 1:
+            assert c.prefill[1].legs.empty()
+
+
+async def test_only_one_attempt_follows_a_prefill_leg_that_was_so_late(cluster: Any) -> None:
+    async with cluster(timeouts={"prefill_s": 0.1, "retry_s": 0.05}) as c:
+        c.p.script, c.d.script = silent, failing(500)
+        status, answer = await c.post(c.body())
+        assert (status, answer["error"]["code"]) == (502, "decode_failed")
+        assert c.d.legs.qsize() == 1
+
+
+@pytest.mark.parametrize(("stream", "limit"), [(True, "first_byte_s"), (False, "answer_s")])
+async def test_decode_later_than_new_attempts_may_begin(cluster: Any, stream: bool, limit: str) -> None:
+    """It was at work, as far as the router can know: another engine is not given the same."""
+    async with cluster(decode=2, timeouts={limit: 0.1, "retry_s": 0.05}) as c:
+        c.d.script = silent
+        status, answer = await c.post(c.body(stream=stream))
+        assert (status, answer["error"]["code"]) == (504, "decode_failed")
+        assert c.decode[1].legs.empty()
+        leg = await soon(c.d.cancelled.get())
+        assert (await soon(c.d.withdrawn.get())).key == leg.ticket.key
+
+
+async def test_prefill_leg_ends_when_its_engine_falls_silent(cluster: Any) -> None:
+    """A stopped process takes connections, and does nothing with them."""
+    async with cluster(poll_interval_s=0.01, timeouts={"poll_s": 0.05} | NO_ACCOUNT) as c:
+        c.p.script = silent
+        request = c.start(c.body())
+        leg = await soon(c.p.legs.get())
+        c.p.state_script = never
+        status, answer = await soon(request)
+        assert (status, answer["choices"][0]["text"]) == (200, "Hello")
+        assert await soon(c.p.cancelled.get()) is leg
+        assert c.d.legs.get_nowait().ticket.leg == "local"
+        record = await c.record(answer["id"])
+        assert (record["path"], record["reasons"]) == ("local", ["prefill_failed"])
 
 
 async def test_prefill_engines_are_gone_then_local(cluster: Any) -> None:

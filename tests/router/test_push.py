@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvhandoff.core.clock import monotonic
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.phases import Phase
 from kvhandoff.handoff.messages import OfferRef
@@ -285,15 +286,35 @@ async def test_decode_fails_while_prefill_runs(cluster: Any, script: Any, stream
         assert c.p.withdrawn.empty()
 
 
-async def test_decode_is_late_while_prefill_runs(cluster: Any) -> None:
-    async with cluster(decode=2, timeouts={"answer_s": 0.5}) as c:
-        c.p.script, c.d.script = held, silent
+async def test_decode_is_late_when_prefill_is_done(cluster: Any) -> None:
+    """It has its time from there on; then another one pulls what has been computed."""
+    async with cluster(decode=2, timeouts={"answer_s": 0.2}) as c:
+        c.d.script = silent
         request = push(c)
-        _, d = await both(c)
+        p, d = await both(c)
         assert await soon(c.d.cancelled.get()) is d
         assert (await soon(c.d.withdrawn.get())).key == d.ticket.key
-        assert (await soon(c.decode[1].legs.get())).ticket.push_from == d.ticket.push_from
+        assert (await soon(c.decode[1].legs.get())).ticket.offer.key == p.ticket.key
         assert (await soon(request))[0] == 200
+
+
+async def test_a_late_prefill_leg_takes_no_time_from_the_decode_leg(cluster: Any) -> None:
+    """The decode engine computes from when the prefill leg has come to nothing, and has its whole time."""
+    limit_s = 0.3
+    async with cluster(timeouts={"prefill_s": limit_s, "answer_s": limit_s, "retry_s": 0.05}) as c:
+
+        async def alone(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+            began = monotonic()
+            await soon(c.p.withdrawn.get())
+            # Later than it would have had to answer, counted from the leg's sending.
+            await until(lambda: monotonic() > began + 1.2 * limit_s)
+            return await decode(engine, leg)
+
+        c.p.script, c.d.script = silent, alone
+        status, answer = await soon(push(c))
+        assert status == 200, answer
+        record = await c.record(answer["id"])
+        assert (record["attempts"], record["reasons"]) == (1, ["forced", "prefill_failed"])
 
 
 async def test_decode_fails_when_prefill_is_done(cluster: Any) -> None:

@@ -15,6 +15,7 @@ from tests.router.upstream_engines import (
     WAIT_S,
     UpstreamLeg,
     UpstreamMock,
+    decode,
     failing,
     held,
     refusing,
@@ -111,6 +112,31 @@ async def test_without_a_prefill_engine_the_decode_engine_computes() -> None:
         record = await c.record(answer["id"])
     assert (record["path"], record["attempts"]) == ("local", 2)
     assert record["reasons"] == ["prefill_failed", "no_prefill_engine"]
+
+
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
+async def test_prefill_later_than_new_attempts_may_begin(connector: str) -> None:
+    """Also when both legs of a push are late at once, as by default: it was the prefill leg."""
+    timeouts = {"prefill_s": 0.1, "answer_s": 0.1, "retry_s": 0.05}
+    async with upstream_cluster(connector, n_prefill=2, timeouts=timeouts) as c:
+
+        async def held_by_prefill(engine: UpstreamMock, leg: UpstreamLeg) -> Any:
+            return await (decode if leg.params is None else held)(engine, leg)
+
+        c.p.script, c.d.script = held, held_by_prefill if connector == "nixl-push" else decode
+        status, answer = await c.post()
+        assert status == 200, answer
+        await asyncio.wait_for(c.p.cancelled.get(), WAIT_S)
+        record = await c.record(answer["id"])
+    assert (record["path"], record["attempts"], record["reasons"]) == ("local", 2, ["prefill_failed"])
+
+
+async def test_decode_later_than_new_attempts_may_begin() -> None:
+    async with upstream_cluster(n_decode=2, timeouts={"answer_s": 0.1, "retry_s": 0.05}) as c:
+        c.d.script = held
+        status, answer = await c.post()
+        assert (status, answer["error"]["code"]) == (504, "decode_failed")
+        assert c.decode[1].legs.empty()
 
 
 async def test_a_failed_load_begins_anew_with_a_fresh_reference() -> None:

@@ -18,8 +18,8 @@ from kvhandoff.router.side import read_error
 FailureKind = Literal["refused", "not_sent", "ticket_refused", "broken", "late"]
 """`refused`: nothing listens there; `not_sent`: no connection for another cause, such as a burst that a live
 engine has not accepted yet; `ticket_refused`: bad_ticket, as a 403 or in a vLLM engine's answer; `broken`:
-reset, 5xx, or an unusable answer; `late`: a deadline. After the first three the engine has not begun anything
-for a ticket (field case 15)."""
+reset, 5xx, or an unusable answer; `late`: a deadline, or an engine that has fallen silent. After the first
+three the engine has not begun anything for a ticket (field case 15)."""
 
 
 class LegFailed(Exception):
@@ -162,5 +162,6 @@ def network_failure(engine: Engine, error: Exception) -> LegFailed:
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError):
         return LegFailed(engine, "not_sent", describe(error))
     if isinstance(error, TimeoutError):
-        return LegFailed(engine, "late", "no answer in time")
+        why = "no answer in time" if engine.healthy else f"no answer, and then: {engine.problem}"
+        return LegFailed(engine, "late", why)
     return LegFailed(engine, "broken", "it ended before its answer was complete")

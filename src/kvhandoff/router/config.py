@@ -18,22 +18,32 @@ RETAIN_CHOICES: tuple[RetainChoice, ...] = get_args(RetainChoice)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Every wait of the router, in seconds (rule 3). What follows each is written beside it."""
+    """Every wait of the router, in seconds (rule 3). What follows each is written beside it.
+
+    A leg may take longer than `retry_s`. What follows then depends on whose it was: after a prefill leg the
+    decode engine computes the prompt, however old the request is, since that engine needs nobody for it; after
+    a decode leg the client gets the failure, since one that took so long was at work, as far as the router can
+    know, and another would double the load.
+    """
 
     body_s: float = 60.0
     """A client's sending its whole body; then 408."""
     connect_s: float = 1.0
     """Connecting to an engine; then another engine."""
     prefill_s: float = 120.0
-    """A whole prefill leg; then another prefill engine, or the decode engine alone."""
+    """A whole prefill leg; then another prefill engine within `retry_s`, or the decode engine alone. The leg
+    of an engine that turns unhealthy ends at once."""
     first_byte_s: float = 120.0
-    """A streamed decode leg, from its sending to its first byte; then another attempt."""
+    """A streamed decode leg, from its sending to its first byte; pushed, from the end of the prefill leg, for
+    which it waits. Then another attempt within `retry_s`, or 504."""
     answer_s: float = 600.0
-    """A decode leg that is not streamed, until its last byte; then another attempt."""
+    """A decode leg that is not streamed, from the same moment to its last byte. Then another attempt within
+    `retry_s`, or 504."""
     idle_s: float = 60.0
     """Between two pieces of a stream, on either side; then the stream is broken off with an error."""
     retry_s: float = 60.0
-    """No new attempt starts when the request is older than this; the client gets the last failure."""
+    """A request that is older starts no new attempt but one: locally, after a failed prefill leg. Its client
+    gets the last failure."""
     withdraw_s: float = 0.5
     """Telling an engine that nobody will come, or that a leg is moved; its own deadlines end both anyway."""
     linger_s: float = 0.5

@@ -82,8 +82,10 @@ class Dispatcher:
         source.owed = True
         engine = source.engine
         try:
-            async with asyncio.timeout(self._timeouts.prefill_s), self._post(x, engine, body) as upstream:
-                answer = await whole(upstream)
+            async with asyncio.timeout(self._timeouts.prefill_s) as wait:
+                with engine.silence.ends(wait):
+                    async with self._post(x, engine, body) as upstream:
+                        answer = await whole(upstream)
         except (aiohttp.ClientError, OSError) as error:
             raise network_failure(engine, error) from error
         if answer.status != 200:
@@ -100,11 +102,12 @@ class Dispatcher:
         body = self._decode_body(x, engine)
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
+        pushed = x.source is not None and x.source.awaited
         with engine.reserve():
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
-                async with asyncio.timeout(limit) as deadline:
-                    x.bound = Bound(engine, deadline)
+                async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:
+                    x.bound = Bound(engine, deadline, limit)
                     async with self._post(x, engine, body) as upstream:
                         if upstream.status != 200:
                             x.settle()
@@ -157,7 +160,7 @@ class Dispatcher:
             x.key,
             cache_salt=salt,
             offer=done.offer if done is not None else None,
-            push_from=source.offer() if done is None and source.usable else None,
+            push_from=source.offer() if source.awaited else None,
             retain=retain,
             on_miss=self._on_miss,
         )

@@ -18,6 +18,7 @@ from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
 from kvhandoff.router.address import EngineAddress
+from kvhandoff.router.alarm import Alarm
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.policy import EngineView
 from kvhandoff.router.records import LegRef
@@ -59,6 +60,8 @@ class Engine:
         """Why it gets no legs; None when it is healthy."""
         self.reserved = 0
         self.chosen = 0
+        self.silence = Alarm()
+        """Rings when it stops reporting its state."""
         self._pages = pages
         self._key = key
         self._timeouts = timeouts
@@ -217,6 +220,7 @@ class Engine:
         """Nothing listens there, or it says itself that it can't work: no more legs until a good report."""
         self._missed = MISSED_POLLS
         self._set_problem(why)
+        self.silence.ring()
 
     async def poll(self) -> None:
         """Return after a state report that was asked for after this call, or after its failure.
@@ -279,6 +283,7 @@ class Engine:
         self._missed += 1
         if self._missed >= MISSED_POLLS or self.state is None:
             self._set_problem(why)
+            self.silence.ring()
 
     def _set_problem(self, problem: str | None) -> None:
         if problem != self.problem:

@@ -81,6 +81,11 @@ class Exchange:
         """Give the time since the last cut to `phase`."""
         self.timer.mark(phase)
 
+    def alone(self, source: Source) -> None:
+        """The prefill leg of a push has ended: the decode engine has all that it gets of it."""
+        if self.source is source and self.bound is not None and self.move is None:
+            self.bound.alone()
+
     def settle(self) -> None:
         """The decode engine has begun to answer: too late to move the leg."""
         self.bound = None

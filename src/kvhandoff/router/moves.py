@@ -33,6 +33,13 @@ class Bound:
     engine: Engine
     deadline: asyncio.Timeout
     """Of its first byte."""
+    limit_s: float
+    """How long that may take once nothing is to come of a prefill leg."""
+
+    def alone(self) -> None:
+        """The prefill leg has ended, so that from now on only this engine is waited for."""
+        if not self.deadline.expired():
+            self.deadline.reschedule(asyncio.get_running_loop().time() + self.limit_s)
 
     def cut_short(self) -> None:
         """End the leg now; its connection is closed."""

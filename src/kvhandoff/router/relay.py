@@ -7,7 +7,8 @@
 
 What follows a failure:
 
-    prefill leg not sent, reset, 5xx, late    another prefill engine; none left: local, or an error by on_miss
+    prefill leg not sent, reset, 5xx, late,   another prefill engine; none or no time left: local, or an error
+      or its engine unhealthy                 by on_miss
     the same, pushed                          withdrawn; the decode engine, which waits, goes on alone
     prefill leg 4xx                           the client's mistake: passed on
     the same, pushed                          withdrawn; the decode engine answers the same
@@ -23,7 +24,8 @@ Another decode engine for the same prefill leg is pushed to while that leg goes 
 is made.
 
 One attempt at a time (rule 5): a failed leg's connection is closed, which ends the leg, and it is withdrawn
-before the next attempt begins. Attempts are bounded in number and in time.
+before the next attempt begins. Attempts are bounded in number, and in time but for one: a request whose
+prefill leg has failed goes on locally, however old it is (`Timeouts`).
 """
 
 from __future__ import annotations
@@ -171,10 +173,12 @@ class Relay:
             refused = await self._dispatcher.prefill_leg(x, source, body)
             if refused is None:
                 x.draft.prefill_wall_s = self._clock() - started
+                x.alone(source)
                 return
         except LegFailed as failed:
             failure = failed
         source.failed = True
+        x.alone(source)
         if source.used or x.source is not source:
             return
         x.draft.prefill = None
@@ -216,9 +220,11 @@ class Relay:
             await self._give_up(x, again=again, dispatched=failure.dispatched)
 
         left = self._config.max_attempts - x.failures
-        if left < 1 or x.elapsed() > self._config.timeouts.retry_s:
+        too_old = x.elapsed() > self._config.timeouts.retry_s
+        of_prefill = failure.role == "prefill"
+        if left < 1 or (too_old and not of_prefill):
             raise failure.as_error()
-        if left == 1 and failure.role == "prefill":
+        if of_prefill and (left == 1 or too_old):
             # The last attempt is the one that needs the fewest engines.
             self._go_local(x, reason, str(failure))
 

@@ -84,5 +84,10 @@ class Source:
             await self.end()
 
     @property
+    def awaited(self) -> bool:
+        """Whether it goes on beside the decode leg, which waits for it."""
+        return self.prefilled is None and self.usable
+
+    @property
     def _running(self) -> bool:
         return self._leg is not None and not self._leg.done()

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import aiohttp
 import msgspec
 
+from kvhandoff.router.alarm import Alarm
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.engine import MISSED_POLLS, Role, describe, refuses_connection
 from kvhandoff.router.policy import EngineView
@@ -52,6 +53,8 @@ class UpstreamEngine:
         """Names that it serves, as it last said, and their longest contexts in tokens."""
         self.reserved = 0
         self.chosen = 0
+        self.silence = Alarm()
+        """Rings when it stops answering."""
         self._session = session
         self._poll_s = timeouts.poll_s
         self._missed = 0
@@ -90,6 +93,7 @@ class UpstreamEngine:
         """Nothing listens there: no more legs until it answers again."""
         self._missed = MISSED_POLLS
         self._set_problem(why)
+        self.silence.ring()
 
     async def poll(self) -> None:
         """Ask for its health, and for its models; a failure shows in `problem`. A refused connection makes it
@@ -123,6 +127,7 @@ class UpstreamEngine:
         self._missed += 1
         if self._missed >= MISSED_POLLS or not self.models:
             self._set_problem(why)
+            self.silence.ring()
 
     def _set_problem(self, problem: str | None) -> None:
         if problem != self.problem:

@@ -106,8 +106,10 @@ class UpstreamLegs:
         body = prefill_body(job.fields, params)
         try:
             with source.reserve():
-                async with asyncio.timeout(self._timeouts.prefill_s), self._post(job, source, body) as answer:
-                    return _accepted(source, await whole(answer))
+                async with asyncio.timeout(self._timeouts.prefill_s) as wait:
+                    with source.silence.ends(wait):
+                        async with self._post(job, source, body) as answer:
+                            return _accepted(source, await whole(answer))
         except (aiohttp.ClientError, OSError) as error:
             raise _failure(source, error) from error
 
@@ -225,7 +227,8 @@ def _failure(engine: UpstreamEngine, error: Exception) -> UpstreamFailed:
         engine.down(describe(error))
         return UpstreamFailed(engine, describe(error))
     if isinstance(error, TimeoutError):
-        return UpstreamFailed(engine, "no answer in time", late=True)
+        why = "no answer in time" if engine.healthy else f"no answer, and then: {engine.problem}"
+        return UpstreamFailed(engine, why, late=True)
     return UpstreamFailed(engine, "it ended before its answer was complete")
 
 

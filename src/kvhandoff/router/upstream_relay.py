@@ -12,8 +12,9 @@ left of it, but begun anew under another X-Request-Id; and whatever needs more t
 the decode engine.
 
 After a failure that the client has seen nothing of: another prefill engine, or none; another decode engine if
-there is one. The legs' connections are closed first, which ends them. A decode engine that is pushed to would
-wait for a failed prefill leg for ever, so its leg is closed as well.
+there is one. Attempts are bounded in number, and in time but for one: a request whose prefill leg has failed
+goes on locally, however old it is. The legs' connections are closed first, which ends them. A decode engine
+that is pushed to would wait for a failed prefill leg for ever, so its leg is closed as well.
 """
 
 from __future__ import annotations
@@ -149,9 +150,12 @@ class UpstreamRelay:
                 draft.because(Reason.PREFILL_FAILED if of_prefill else Reason.DECODE_FAILED)
                 job.avoid.add(failure.engine.url)
                 _write_off(job)
-                too_late = self._clock() - job.timer.started > timeouts.retry_s
-                if draft.attempts >= self._config.max_attempts or too_late:
+                left = self._config.max_attempts - draft.attempts
+                too_old = self._clock() - job.timer.started > timeouts.retry_s
+                if left < 1 or (too_old and not of_prefill):
                     raise failure.as_error() from failure
+                if of_prefill and (left == 1 or too_old):
+                    draft.path = "local"  # the last attempt is the one that needs the fewest engines
 
     async def _attempt(self, job: Job) -> Outcome:
         source = self._source(job)
@@ -182,7 +186,13 @@ class UpstreamRelay:
         job.timer.mark(Phase.ROUTE)
         beside = asyncio.create_task(self._prefill_beside(job, source))
         try:
-            outcome = await self._legs.decode(job, target, push_decode(source.address), beside)
+            try:
+                outcome = await self._legs.decode(job, target, push_decode(source.address), beside)
+            except UpstreamFailed as failure:
+                if failure.late and not beside.done():
+                    # It has waited for the other leg, which began when it did.
+                    raise UpstreamFailed(source, "no answer in time", late=True) from failure
+                raise
             # It is done but for the last bytes of its answer, or the decode engine had all of the prompt.
             await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
             return outcome
