@@ -199,7 +199,7 @@ def test_a_region_of_other_heads_than_its_rank_holds_is_refused() -> None:
     plane.close()
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0), (0, 1025)])
+@pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0), (0, 65)])
 def test_what_is_no_rank(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of {ranks}"):
         RankedPlane(lambda: NixlPlane("never"), rank, ranks)
@@ -245,7 +245,7 @@ def test_ranks_of_an_engine_as_one() -> None:
     assert decode_ranks(encode_ranks(ranks)) == ranks
 
 
-@pytest.mark.parametrize("ranks", [[], [b""], [b"x"] * 1025, [bytes((1 << 20) + 1)]])
+@pytest.mark.parametrize("ranks", [[], [b""], [b"x"] * 65, [bytes((1 << 20) + 1)]])
 def test_what_can_not_be_the_ranks_of_an_engine(ranks: list[bytes]) -> None:
     with pytest.raises(ValueError, match="malformed metadata of ranks"):
         encode_ranks(ranks)

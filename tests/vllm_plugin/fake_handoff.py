@@ -87,7 +87,7 @@ class Lent:
 
 
 class FakeHandoff:
-    """Implements `Handoff`, `KVHooks` and `LegHost`."""
+    """Implements `Side`, `KVHooks` and `LegHost`."""
 
     def __init__(self, half: SchedulerHalf, pool: FakePool, seed: int = 0, *, ranks: int = 1) -> None:
         self.core = half
@@ -127,7 +127,7 @@ class FakeHandoff:
             self.tasks.popleft()()
             most = None if most is None else most - 1
 
-    # ------------------------------------------------------------------------------------- Handoff, KVHooks
+    # ---------------------------------------------------------------------------------------- Side, KVHooks
 
     def admit(self, ticket: object) -> Ticket:
         return self._gate.admit(ticket, self.clock())

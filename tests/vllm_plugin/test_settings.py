@@ -21,6 +21,7 @@ def vllm_config(**changes: Any) -> Any:
             kv_connector_extra_config={},
         ),
         "parallel_config": SimpleNamespace(
+            tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -79,6 +80,12 @@ def test_ranks_that_are_servers_of_their_own() -> None:
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, allowed is 1"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size: got 2"),
         ({"parallel_config__prefill_context_parallel_size": 4}, "prefill_context_parallel_size: got 4"),
+        ({"parallel_config__tensor_parallel_size": 65}, "tensor_parallel_size: got 65, allowed is 1 to 64"),
+        ({"kv_transfer_config__kv_port": 0}, "kv_port: got 0, allowed is 1 to 65535"),
+        ({"kv_transfer_config__kv_port": 70000}, "kv_port: got 70000, allowed is 1 to 65535"),
+        ({"kv_transfer_config__kv_port": "x"}, "kv_port: got 'x', allowed is a number, 1 to 65535"),
+        ({"kv_transfer_config__kv_port": True}, "kv_port: got True, allowed is a number"),
+        ({"kv_transfer_config__engine_id": 5}, "engine_id: got 5, allowed is a text"),
         ({"parallel_config__nnodes": 2}, "nnodes: got 2, allowed is 1"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size: got 2, allowed is 1, or a server"),
         ({"kv_transfer_config__engine_id": "x_dp0"}, "data_parallel_size: got 1, allowed is 1, or a server"),
@@ -95,10 +102,27 @@ def test_refused_deployments(changes: dict[str, Any], message: str) -> None:
     ("extra", "message"),
     [
         ({"hosts": "x"}, r"kv_connector_extra_config: .*`hosts`.*allowed are role, host"),
-        ({"host": "0.0.0.0"}, "host: got '0.0.0.0', allowed is an address"),
+        *(
+            ({"host": host}, f"host: got {host!r}, allowed is an address".replace(".", r"\."))
+            for host in (
+                "",
+                " ",
+                "0",
+                "0.0",
+                "0.0.0.0",
+                "::",
+                "::0",
+                "::ffff:0.0.0.0",
+                "a b",
+                "-a",
+                "http://a",
+            )
+        ),
         ({"backend": "TCP"}, r"Invalid enum value 'TCP'.*backend"),
         ({"role": "producer"}, r"Invalid enum value 'producer'.*role"),
-        ({"offer_lease_s": 0}, "offer_lease_s: got 0.0, allowed is 0.1 seconds or more"),
+        ({"offer_lease_s": 0}, "offer_lease_s: got 0.0, allowed is 0.1 to 2592000 seconds"),
+        ({"claim_lease_s": float("inf")}, "claim_lease_s: got inf, allowed is 0.1 to 2592000 seconds"),
+        ({"retain_fixed_s": 1e308}, r"retain_fixed_s: got 1e\+308"),
         ({"retain_lease_s": float("nan")}, "retain_lease_s: got nan"),
         ({"min_return_tokens": 0}, "min_return_tokens: got 0, allowed is 1 or more"),
         ({"control_port": 70000}, "control_port: got 70000, allowed is 0 to 65535"),
@@ -108,6 +132,13 @@ def test_refused_deployments(changes: dict[str, Any], message: str) -> None:
 def test_refused_extra_config(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plugin_settings(vllm_config(kv_transfer_config__kv_connector_extra_config=extra))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "fe80::1%eth0", "node-7", "node-7.example.org.", "a_b"])
+def test_hosts(host: str) -> None:
+    extra = {"host": host}
+    config = vllm_config(kv_transfer_config__kv_connector_extra_config=extra)
+    assert plugin_settings(config).extra.host == host
 
 
 def test_durations_reach_the_protocol() -> None:

@@ -32,7 +32,7 @@ def worker_half(
     first = rank * heads // ranks
     content = full_content(seed, heads=heads)[:, :, first : first + count]
     facts = cache_facts(config.vllm_config, config.kv_cache_config)
-    half = WorkerHalf(engine_id, None, rank, ranks, CLUSTER_KEY, PlaneOptions(lanes=1), facts)
+    half = WorkerHalf(engine_id, rank, ranks, CLUSTER_KEY, PlaneOptions(lanes=1), facts)
     return half, make_caches(content, order)
 
 

@@ -9,12 +9,10 @@ from hashlib import blake2b
 
 from kvhandoff.core.clock import monotonic
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.transport.ranks import MAX_RANKS
 
 PREDECESSOR_S = 10.0
 """How long a process waits for one of its name to end."""
-
-MAX_RANKS = 64
-"""Ranks that an engine may have on one host."""
 
 _POLL_S = 0.1
 

@@ -26,7 +26,8 @@ from kvhandoff.transport.api import (
 )
 from kvhandoff.transport.rank_plan import Exchange, heads_of, rank_plan
 
-MAX_RANKS = 1024
+MAX_RANKS = 64
+"""Of an engine: they are all on one host."""
 MAX_RANK_BYTES = 1 << 20
 """Of one rank's metadata: a thousand pieces of a block and a few network devices take a tenth."""
 

@@ -100,7 +100,6 @@ class KVHandoffConnector(KVConnectorBase_V1):
             parallel = vllm_config.parallel_config
             self._worker = WorkerHalf(
                 self._settings.engine_id,
-                None,
                 parallel.rank % parallel.tensor_parallel_size,
                 parallel.tensor_parallel_size,
                 self._settings.extra.cluster_key(),

@@ -1,6 +1,6 @@
 """The handoff side of a vLLM engine: a thread of vLLM's core process with an event loop of its own.
 
-    vLLM's main thread ──Handoff──▶ Driver ──▶ HandoffAgent ──▶ RankedMover ──▶ every worker
+    vLLM's main thread ───Side────▶ Driver ──▶ HandoffAgent ──▶ RankedMover ──▶ every worker
                                       └─ side server: the pages that the router and the operator ask for
 
 It goes on while a step runs, and does not wait for steps: claims, grants and leases have their own clock.
@@ -41,7 +41,7 @@ class ReportingMover(BlockMover, Protocol):
 
 
 class Driver:
-    """Implements `scheduler_half.Handoff`."""
+    """Implements `side.Side`."""
 
     def __init__(self, settings: PluginSettings, facts: EngineFacts, core: EngineControl) -> None:
         self._settings = settings
@@ -51,38 +51,38 @@ class Driver:
         self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
 
-    # -------------------------------------------------------------------- Handoff (vLLM's main thread, any)
+    # ----------------------------------------------------------------------- Side (vLLM's main thread, any)
 
     @property
     def hooks(self) -> KVHooks:
-        """See `Handoff`."""
+        """See `Side`."""
         return self._agent
 
     @property
     def host(self) -> LegHost:
-        """See `Handoff`."""
+        """See `Side`."""
         return self._agent
 
     def admit(self, signed: object) -> Ticket:
-        """See `Handoff`."""
+        """See `Side`."""
         return self._agent.admit(signed)
 
     def refused(self) -> None:
-        """See `Handoff`."""
+        """See `Side`."""
         self._agent.refused()
 
     def enter(self, leg: VllmLeg) -> None:
-        """See `Handoff`."""
+        """See `Side`."""
         self._loop.call_soon_threadsafe(self._enter, leg)
 
     def finish(self, leg: VllmLeg, finish_reason: str, completion_tokens: int) -> None:
-        """See `Handoff`."""
+        """See `Side`."""
         assert leg.request is not None, "prepared"
         self._loop.call_soon_threadsafe(leg.finish, finish_reason, completion_tokens)
         self._agent.unbind_soon(leg.request.request_id)
 
     def report(self, request_id: str, *, failed: bool, bad_blocks: Sequence[int]) -> None:
-        """See `Handoff`."""
+        """See `Side`."""
         self._mover.report(request_id, failed=failed, bad_blocks=bad_blocks)
 
     def _enter(self, leg: VllmLeg) -> None:

@@ -39,8 +39,7 @@ class VllmLeg(KVLeg):
             self._give_up_load(Reason.CLIENT_ABORTED, "withdrawn")
 
     def _give_up_load(self, reason: Reason, detail: str) -> None:
-        """vLLM hears of it before the blocks that this frees come back; again, if it is just about to allocate
-        them."""
+        """vLLM hears of it before the blocks that this frees come back; again if it is allocating now."""
         self._run_without(reason, detail)
         self.drop_load(done=False)
         self._awaited.on_missed(reason)

@@ -13,16 +13,16 @@ import msgspec
 from kvhandoff.core.chain import TokenChain, next_hash
 from kvhandoff.engine.api import KVRequest
 from kvhandoff.engine.offering import descriptor_of
-from kvhandoff.vllm.handoff import Handoff
 from kvhandoff.vllm.leg import VllmLeg
 from kvhandoff.vllm.references import BlockReferences
 from kvhandoff.vllm.requests import Tracked
+from kvhandoff.vllm.side import Side
 
 PROMPT_IS_COMPUTED = frozenset({"FINISHED_STOPPED", "FINISHED_REPETITION", "FINISHED_LENGTH_CAPPED"})
 """Ends, by vLLM's names, that a request comes to by generating tokens."""
 
 
-def grow(tracked: Tracked, computed: int, blocks: Sequence[int], to: Handoff, lent: BlockReferences) -> None:
+def grow(tracked: Tracked, computed: int, blocks: Sequence[int], to: Side, lent: BlockReferences) -> None:
     """Hand over the prompt's next full blocks, of an offer that grows. `computed` tokens are in `blocks`."""
     kv, chain = tracked.kv, tracked.chain
     if kv is None or chain is None or not kv.grow or not tracked.offers:
@@ -35,7 +35,7 @@ def grow(tracked: Tracked, computed: int, blocks: Sequence[int], to: Handoff, le
         to.hooks.offer_grown(kv.request_id, grown)
 
 
-def abandon(tracked: Tracked, to: Handoff) -> None:
+def abandon(tracked: Tracked, to: Side) -> None:
     """The offer will not be made, or not be completed."""
     kv = tracked.kv
     if kv is not None and kv.grow and tracked.offers:
@@ -44,7 +44,7 @@ def abandon(tracked: Tracked, to: Handoff) -> None:
 
 
 def end(
-    tracked: Tracked, leg: VllmLeg, blocks: Sequence[int], to: Handoff, lent: BlockReferences
+    tracked: Tracked, leg: VllmLeg, blocks: Sequence[int], to: Side, lent: BlockReferences
 ) -> dict[str, Any] | None:
     """The leg's request has ended; `blocks` hold its computed tokens. Returns what its answer carries."""
     request, kv, chain = tracked.request, tracked.kv, tracked.chain
@@ -72,7 +72,7 @@ def _offer(
     chain: TokenChain,
     leg: VllmLeg,
     blocks: Sequence[int],
-    to: Handoff,
+    to: Side,
     lent: BlockReferences,
 ) -> Any:
     tracked.offers = False
@@ -91,7 +91,7 @@ def _retain(
     kv: KVRequest,
     chain: TokenChain,
     full: Sequence[int],
-    to: Handoff,
+    to: Side,
     lent: BlockReferences,
 ) -> None:
     if not full:

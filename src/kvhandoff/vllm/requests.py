@@ -90,36 +90,35 @@ class LoadAction(StrEnum):
     """The request computes the rest."""
 
 
-_P, _W, _M, _A, _F, _R, _E = LoadState
-_Ev, _Do = LoadEvent, LoadAction
+_St, _Ev, _Do = LoadState, LoadEvent, LoadAction
 
 TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadAction, LoadState]] = {
-    (_P, _Ev.RAN): (_Do.NONE, _P),
-    (_P, _Ev.LOADED): (_Do.NONE, _P),
-    (_P, _Ev.MISSED): (_Do.NONE, _P),
-    (_P, _Ev.FINISHED): (_Do.NONE, _E),
-    (_W, _Ev.ALLOCATED): (_Do.LEND, _A),
-    (_W, _Ev.RAN): (_Do.SKIP, _P),
-    (_W, _Ev.MISSED): (_Do.NONE, _M),
-    (_W, _Ev.FINISHED): (_Do.NONE, _E),
-    (_M, _Ev.ALLOCATED): (_Do.LEND, _A),
-    (_M, _Ev.RAN): (_Do.NONE, _P),
-    (_M, _Ev.MISSED): (_Do.NONE, _M),
-    (_M, _Ev.FINISHED): (_Do.NONE, _E),
-    (_A, _Ev.LOADED): (_Do.REPORT_LOADED, _R),
-    (_A, _Ev.MISSED): (_Do.REPORT_FAILED, _R),
-    (_A, _Ev.FINISHED): (_Do.ABANDON, _E),
-    (_F, _Ev.FENCED): (_Do.REPORT_FAILED, _R),
-    (_F, _Ev.MISSED): (_Do.NONE, _F),
-    (_F, _Ev.FINISHED): (_Do.REPORT_ENDED, _E),
-    (_R, _Ev.RAN): (_Do.RESUME, _P),
-    (_R, _Ev.LOADED): (_Do.NONE, _R),
-    (_R, _Ev.MISSED): (_Do.NONE, _R),
-    (_R, _Ev.FENCED): (_Do.NONE, _R),
-    (_R, _Ev.FINISHED): (_Do.NONE, _E),
+    (_St.PLAIN, _Ev.RAN): (_Do.NONE, _St.PLAIN),
+    (_St.PLAIN, _Ev.LOADED): (_Do.NONE, _St.PLAIN),
+    (_St.PLAIN, _Ev.MISSED): (_Do.NONE, _St.PLAIN),
+    (_St.PLAIN, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
+    (_St.WANTED, _Ev.ALLOCATED): (_Do.LEND, _St.ALLOCATED),
+    (_St.WANTED, _Ev.RAN): (_Do.SKIP, _St.PLAIN),
+    (_St.WANTED, _Ev.MISSED): (_Do.NONE, _St.MISSED),
+    (_St.WANTED, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
+    (_St.MISSED, _Ev.ALLOCATED): (_Do.LEND, _St.ALLOCATED),
+    (_St.MISSED, _Ev.RAN): (_Do.NONE, _St.PLAIN),
+    (_St.MISSED, _Ev.MISSED): (_Do.NONE, _St.MISSED),
+    (_St.MISSED, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
+    (_St.ALLOCATED, _Ev.LOADED): (_Do.REPORT_LOADED, _St.REPORTED),
+    (_St.ALLOCATED, _Ev.MISSED): (_Do.REPORT_FAILED, _St.REPORTED),
+    (_St.ALLOCATED, _Ev.FINISHED): (_Do.ABANDON, _St.ENDED),
+    (_St.FENCING, _Ev.FENCED): (_Do.REPORT_FAILED, _St.REPORTED),
+    (_St.FENCING, _Ev.MISSED): (_Do.NONE, _St.FENCING),
+    (_St.FENCING, _Ev.FINISHED): (_Do.REPORT_ENDED, _St.ENDED),
+    (_St.REPORTED, _Ev.RAN): (_Do.RESUME, _St.PLAIN),
+    (_St.REPORTED, _Ev.LOADED): (_Do.NONE, _St.REPORTED),
+    (_St.REPORTED, _Ev.MISSED): (_Do.NONE, _St.REPORTED),
+    (_St.REPORTED, _Ev.FENCED): (_Do.NONE, _St.REPORTED),
+    (_St.REPORTED, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
 }
 IN_PLACE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadAction, LoadState]] = {
-    (_A, _Ev.MISSED): (_Do.NONE, _F),
+    (_St.ALLOCATED, _Ev.MISSED): (_Do.NONE, _St.FENCING),
 }
 
 _UNDER_WAY = frozenset({LoadState.WANTED, LoadState.ALLOCATED, LoadState.FENCING, LoadState.REPORTED})

@@ -22,13 +22,13 @@ from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import BadTicket
 from kvhandoff.vllm import outgoing, progress
-from kvhandoff.vllm.handoff import Handoff
 from kvhandoff.vllm.identity import chain_salt, has_token_ids
 from kvhandoff.vllm.leg import VllmKVRequest, VllmLeg
 from kvhandoff.vllm.memory import MemoryWatch
 from kvhandoff.vllm.references import BlockReferences
 from kvhandoff.vllm.requests import LoadAction, LoadEvent, Tracked
 from kvhandoff.vllm.shapes import BlockPool, Request, SchedulerOutput
+from kvhandoff.vllm.side import Side
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class SchedulerHalf:
         self._reports_failures = reports_failures
         self._prefix_caching = prefix_caching
         self._clock = clock
-        self._handoff: Handoff | None = None
+        self._connected: Side | None = None
         self._references = BlockReferences(pool)
         self._progress = progress.Progress()
         self._memory = MemoryWatch(pool, self._references, layout.block_size)
@@ -84,9 +84,9 @@ class SchedulerHalf:
         """By block that something may still land in."""
         self._returned: deque[Sequence[int]] = deque()
 
-    def connect(self, handoff: Handoff) -> None:
+    def connect(self, side: Side) -> None:
         """Before any request."""
-        self._handoff = handoff
+        self._connected = side
 
     # ---------------------------------------------------------------------------- vLLM's calls (main thread)
 
@@ -347,6 +347,6 @@ class SchedulerHalf:
         return chain_root(self._fingerprint, self.layout.fingerprint(), cache_salt)
 
     @property
-    def _side(self) -> Handoff:
-        assert self._handoff is not None, "connected before any request"
-        return self._handoff
+    def _side(self) -> Side:
+        assert self._connected is not None, "connected before any request"
+        return self._connected

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +15,17 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.transport.nixl_agent import Backend
 from kvhandoff.transport.planes import NIXL_LANES, PlaneOptions
+from kvhandoff.transport.ranks import MAX_RANKS
 
 CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
 
 SUPPORTED = ((0, 29), (0, 32))
 """The first and the last minor version of vLLM that this connector was made for."""
+
+LEASE_S = (0.1, 30 * 86400.0)
+"""The shortest and the longest lease. What nobody comes for is kept for that long."""
+
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 _GENERATED_ID = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 """What vLLM gives as engine id when the operator names none: another one at each start."""
@@ -92,12 +100,19 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
 def plugin_settings(vllm_config: Any) -> PluginSettings:
     """Read `VllmConfig`. Raises ConfigError for what can't be served, naming value and allowed values."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if type(transfer.kv_port) is not int:  # a bool is none
+        raise _refused("kv_port", transfer.kv_port, "a number, 1 to 65535")
+    if not isinstance(transfer.engine_id, str | None):
+        raise _refused("engine_id", transfer.engine_id, "a text")
     extra = _extra(transfer.kv_connector_extra_config)
     _check_deployment(vllm_config)
     port = transfer.kv_port + parallel.data_parallel_index
-    named = re.sub(r"(_dp\d+)+$", "", transfer.engine_id or "")
-    generated = not named or _GENERATED_ID.fullmatch(named)
-    engine_id = f"{extra.host}:{port}" if generated else transfer.engine_id
+    if not 1 <= port < 2**16:
+        raise _refused("kv_port", transfer.kv_port, "1 to 65535, with the data parallel rank added to it")
+    engine_id = transfer.engine_id or ""
+    named = re.sub(r"(_dp\d+)+$", "", engine_id)
+    if not named or _GENERATED_ID.fullmatch(named):
+        engine_id = f"{extra.host}:{port}"
     return PluginSettings(engine_id=engine_id, port=port, extra=extra)
 
 
@@ -118,16 +133,36 @@ def _extra(given: dict[str, Any]) -> ExtraConfig:
     except msgspec.ValidationError as error:
         names = ", ".join(ExtraConfig.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error}; allowed are {names}") from error
-    if extra.host in ("", "0.0.0.0", "::"):
+    if not _is_one_host(extra.host):
         raise _refused("host", extra.host, "an address of this host that router and engines reach it at")
+    shortest, longest = LEASE_S
     for name in ("offer_lease_s", "claim_lease_s", "retain_lease_s", "retain_fixed_s"):
-        if not getattr(extra, name) >= 0.1:
-            raise _refused(name, getattr(extra, name), "0.1 seconds or more")
+        if not shortest <= getattr(extra, name) <= longest:
+            raise _refused(name, getattr(extra, name), f"{shortest:g} to {longest:.0f} seconds")
     if extra.min_return_tokens < 1:
         raise _refused("min_return_tokens", extra.min_return_tokens, "1 or more")
     if not 0 <= extra.control_port < 2**16:
         raise _refused("control_port", extra.control_port, "0 to 65535")
     return extra
+
+
+def _is_one_host(host: str) -> bool:
+    """Whether it is an address, or a name, that others can reach one host at."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _HOST_NAME.fullmatch(host) is not None and not _is_short_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return not (mapped or address).is_unspecified
+
+
+def _is_short_address(host: str) -> bool:
+    """`0`, `0x7f.1`, …: the system takes them for IPv4 addresses."""
+    try:
+        socket.inet_aton(host)
+    except OSError:
+        return False
+    return True
 
 
 def _check_deployment(vllm_config: Any) -> None:
@@ -137,6 +172,8 @@ def _check_deployment(vllm_config: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
             raise _refused(name, getattr(parallel, name), "1")
+    if parallel.tensor_parallel_size > MAX_RANKS:
+        raise _refused("tensor_parallel_size", parallel.tensor_parallel_size, f"1 to {MAX_RANKS}")
     if parallel.nnodes != 1:
         raise _refused("nnodes", parallel.nnodes, "1: all ranks of an engine on one host")
     ranks_of_one_server = parallel.data_parallel_size > 1 or re.search(r"_dp\d+$", transfer.engine_id or "")

@@ -47,15 +47,13 @@ class WorkerHalf:
     def __init__(
         self,
         engine_id: str,
-        epoch_hint: None,
         rank: int,
         ranks: int,
         cluster_key: bytes,
         plane: PlaneOptions,
         facts: CacheFacts,
     ) -> None:
-        """`rank` counts from 0 within the `ranks` workers of the engine. `epoch_hint` is None: a worker
-        starts before its engine has an epoch, and needs none."""
+        """`rank` counts from 0 within the `ranks` workers of the engine."""
         self._engine_id = engine_id
         self._rank = rank
         self._ranks = ranks

@@ -1,4 +1,4 @@
-"""What the scheduler half needs of whoever drives the handoff side."""
+"""The handoff side as the scheduler half sees it: whoever drives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvhandoff.handoff.tickets import Ticket
 from kvhandoff.vllm.leg import VllmLeg
 
 
-class Handoff(Protocol):
+class Side(Protocol):
     """Thread-safe, and nothing blocks."""
 
     @property
