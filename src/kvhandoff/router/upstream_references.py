@@ -6,9 +6,10 @@ engine keeps them.
 
 An engine reads whatever a reference names, as the KV of whatever prompt it is given. So a reference is used
 only for a request that repeats the whole turn, question and answer, at its beginning, as far as a router can
-see: the same messages and the same answer's text; or a prompt that begins with the last one's prompt and
-answer, in a conversation that the client has named. That the engine makes the same tokens of it again is not
-known, and nobody checks it.
+see: the same messages and the same answer, which is nothing but text; or a prompt that begins with the last
+one's prompt and answer, in a conversation that the client has named. Fields that shape the prompt have to be
+equal, and a field that may cut the prompt, or isn't known here, leaves the request without a reference. That
+the engine makes the same tokens of it again is not known, and nobody checks it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from kvhandoff.router.conversations import names_of
 from kvhandoff.router.policy import RequestSummary
 
 
-class _Message(msgspec.Struct):
-    role: str = ""
-    content: str | None = None
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A text, and nothing that a template could render beside it."""
+
+    role: str
+    content: str
 
 
 class _Choice(msgspec.Struct):
-    message: _Message | None = None
+    message: dict[str, msgspec.Raw] | None = None
     text: str | None = None
     token_ids: list[int] | None = None
+    stop_reason: str | int | None = None
+    """A text that ended the answer, and is not in it though it has been computed; or a token's id."""
 
 
 class _Answer(msgspec.Struct):
@@ -44,6 +49,37 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 _messages = msgspec.json.Decoder(list[msgspec.Raw])
 _prompt = msgspec.json.Decoder(str | list[int])
+
+_INPUT = frozenset({"messages", "prompt", "model", "cache_salt"})
+"""Compared one by one."""
+_HARMLESS = frozenset(
+    {
+        # How the answer is sampled, ends and is reported.
+        *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stop", "stop_token_ids"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "logit_bias", "bad_words"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids"),
+        *("stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids"),
+        "return_tokens_as_token_ids",
+        # Names, and what the router doesn't pass on.
+        *("user", "metadata", "priority", "conversation_id", "prompt_cache_key", "request_id"),
+        *("kv_transfer_params", "ec_transfer_params"),
+    }
+)
+"""These neither shape the prompt nor make the answer's text another than what was computed."""
+_SHAPING = frozenset(
+    {
+        *(
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "chat_template",
+            "chat_template_kwargs",
+            "documents",
+        ),
+        *("reasoning_effort", "response_format", "structured_outputs", "add_special_tokens"),
+    }
+)
+"""Templates render these, alike in each turn if they are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +157,11 @@ class Turn:
     def __init__(self, fields: Fields, headers: Mapping[str, str], summary: RequestSummary) -> None:
         self._explicit = names_of(fields, headers, summary).explicit
         root = msgspec.json.encode((summary.cache_salt, summary.model, summary.endpoint))
-        # Templates render tools and their own arguments before the messages: they are part of the history.
-        shaping = [_digest(name.encode(), b"=", bytes(fields[name])) for name in _SHAPING if name in fields]
-        self._root = _digest(root, *shaping)
-        self._messages = _read_messages(fields)
-        self._prompt = _read_prompt(fields)
+        shaping = sorted(_SHAPING & fields.keys())
+        self._root = _digest(root, *(_digest(name.encode(), b"=", bytes(fields[name])) for name in shaping))
+        known = fields.keys() <= _INPUT | _HARMLESS | _SHAPING
+        self._messages = _read_messages(fields) if known else []
+        self._prompt = _read_prompt(fields) if known else None
 
     def before(self) -> Iterable[bytes]:
         """Names of former turns that this one repeats, the longest first."""
@@ -149,11 +185,16 @@ class Turn:
         if len(choices) != 1:
             return None, None
         [choice] = choices
-        if self._messages and choice.message is not None and choice.message.content is not None:
+        if isinstance(choice.stop_reason, str):
+            return None, None
+        if self._messages and choice.message is not None:
+            text = _assistant_text(_without_empty(choice.message))
+            if text is None:
+                return None, None
             fingerprint = self._root
             for message in self._messages:
                 fingerprint = _digest(fingerprint, bytes(message))
-            return _digest(fingerprint, b"answer", choice.message.content.encode()), None
+            return _digest(fingerprint, b"answer", text.encode()), None
         match self._prompt, choice:
             case str(text), _Choice(text=str(added)):
                 beginning = _Prompt.of(text + added)
@@ -166,9 +207,6 @@ class Turn:
     def repeats(self, beginning: _Prompt) -> bool:
         """Whether this completion's prompt begins with a former one and its answer."""
         return self._prompt is not None and beginning.begins(self._prompt)
-
-
-_SHAPING = ("tools", "tool_choice", "chat_template", "chat_template_kwargs", "documents")
 
 
 def _read_messages(fields: Fields) -> list[msgspec.Raw]:
@@ -185,8 +223,16 @@ def _read_prompt(fields: Fields) -> str | list[int] | None:
         return None  # several prompts, or something that the engine refuses
 
 
-def _assistant_text(message: msgspec.Raw) -> str | None:
-    """The text of an answer among the messages, if it is no more than text."""
+def _without_empty(message: dict[str, msgspec.Raw]) -> bytes:
+    """The JSON of an engine's answer, without the fields that have nothing to say."""
+    return msgspec.json.encode({n: value for n, value in message.items() if bytes(value) not in _EMPTY})
+
+
+_EMPTY = (b"null", b"[]")
+
+
+def _assistant_text(message: msgspec.Raw | bytes) -> str | None:
+    """The text of an answer, as it comes or among the messages, if it is no more than text."""
     try:
         read = msgspec.json.decode(message, type=_Message)
     except (msgspec.DecodeError, UnicodeDecodeError):
