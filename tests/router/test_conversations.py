@@ -48,6 +48,14 @@ def everybody(life: Identity) -> bool:
     return True
 
 
+def test_a_header_may_have_any_bytes() -> None:
+    """The bytes of a header that are no UTF-8 come as lone surrogates."""
+    got = names({"x-session-id": "\udce9"}, endpoint=Endpoint.COMPLETIONS)
+    assert got.explicit is not None
+    others = [names({"x-session-id": text}, endpoint=Endpoint.COMPLETIONS) for text in ("\udcea", "é", "?")]
+    assert got not in others
+
+
 def test_longest_beginning_first() -> None:
     index = Conversations(10)
     index.remember(names(messages=["a"]), history("1"))

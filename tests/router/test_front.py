@@ -56,6 +56,20 @@ async def test_bad_bodies(
         assert (await c.post(c.body()))[0] == 200
 
 
+@pytest.mark.parametrize("header", ["x-session-id", "traceparent", "x-request-id"])
+async def test_headers_that_are_no_utf8(cluster: Any, header: str) -> None:
+    async with cluster() as c:
+        reader, writer = await asyncio.open_connection(*c.address)
+        body = json.dumps(c.body()).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: {len(body)}"
+        writer.write(head.encode() + b"\r\n" + header.encode() + b": \xe9\r\n\r\n" + body)
+        answer = await soon(reader.read())
+        writer.close()
+        await writer.wait_closed()
+        assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+        assert c.d.legs.qsize() == 1
+
+
 async def test_body_without_a_length_is_bounded_too(cluster: Any) -> None:
     async def parts() -> Any:
         for _ in range(10):

@@ -20,10 +20,10 @@ RETAIN_CHOICES: tuple[RetainChoice, ...] = get_args(RetainChoice)
 class Timeouts:
     """Every wait of the router, in seconds (rule 3). What follows each is written beside it.
 
-    A leg may take longer than `retry_s`. What follows then depends on whose it was: after a prefill leg the
-    decode engine computes the prompt, however old the request is, since that engine needs nobody for it; after
-    a decode leg the client gets the failure, since one that took so long was at work, as far as the router can
-    know, and another would double the load.
+    A leg may take longer than `retry_s`. What follows then depends on whose it was. After a prefill leg the
+    decode engine computes the prompt, however old the request is: that engine needs nobody for it. After a
+    decode leg the client gets the failure: one that took so long was at work, as far as the router can know,
+    and another would double the load.
     """
 
     body_s: float = 60.0

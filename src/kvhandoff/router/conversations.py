@@ -65,7 +65,8 @@ def names_of(fields: Fields, headers: Mapping[str, str], summary: RequestSummary
     given.append(read_text(fields, "prompt_cache_key"))
     name = next(filter(None, given), None)
     root = msgspec.json.encode((summary.cache_salt, summary.model))
-    explicit = None if name is None else _digest(b"named", root, name.encode())
+    # A header's bytes that are no UTF-8 stand in its text as lone surrogates.
+    explicit = None if name is None else _digest(b"named", root, name.encode(errors="surrogatepass"))
     return Names(explicit, tuple(_fingerprints(root, fields, summary.endpoint)))
 
 
