@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import pickle
 import sys
@@ -223,18 +224,91 @@ def test_what_decides_kv_is_in_the_fingerprint(module: Any, tmp_path: Path) -> N
         vllm = config(tmp_path)
         for name, value in changes.items():
             part, _, attribute = name.partition("__")
-            setattr(getattr(vllm, part), attribute, value)
+            setattr(getattr(vllm, part) if attribute else vllm, attribute or part, value)
         found: str = module.vllm_fingerprint(vllm, module._find_snapshot)
         return found
 
     plain = fingerprint()
     assert plain.startswith("vllm:")
-    assert fingerprint(load_config__load_format="safetensors") == plain
+    for equal in (
+        {"load_config__load_format": "safetensors"},
+        {"model_config__max_model_len": 4096},
+        {"model_config__hf_config_path": str(tmp_path)},
+        {"parallel_config__tensor_parallel_size": 1},
+        {"lora_config": SimpleNamespace(lora_dtype="torch.float32", target_modules=None)},
+        {"model_config__model_class_overrides": {}},
+    ):
+        assert fingerprint(**equal) == plain
     others = [
         fingerprint(model_config__dtype="torch.bfloat16"),
         fingerprint(model_config__quantization="fp8"),
+        fingerprint(model_config__quantization_config={"linear": "fp8"}),
         fingerprint(model_config__hf_overrides={"rope_theta": 5}),
+        fingerprint(model_config__model_impl="transformers"),
+        fingerprint(model_config__model_class_overrides={"Llama": "my.Llama"}),
+        fingerprint(model_config__config_format="mistral"),
+        fingerprint(model_config__multimodal_config=SimpleNamespace(video_pruning_rate=0.5)),
+        fingerprint(lora_config=SimpleNamespace(lora_dtype="torch.bfloat16", target_modules=None)),
+        fingerprint(load_config__load_format="mistral"),
         fingerprint(load_config__load_format="dummy"),
+        fingerprint(load_config__load_format="dummy", model_config__seed=1),
+        fingerprint(load_config__load_format="dummy", parallel_config__tensor_parallel_size=1),
     ]
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert len({plain, *others, module.vllm_fingerprint(config(tmp_path), None)}) == 5
+    for name in ("model.safetensors.index.json", "hf_quant_config.json", "model.safetensors"):
+        (tmp_path / name).write_text("another")
+        others.append(module.vllm_fingerprint(config(tmp_path), None))
+    (tmp_path / "modeling.py").write_text("pass")
+    assert fingerprint() == others[-1]  # it is not run
+    others.append(fingerprint(model_config__trust_remote_code=True))
+    assert len({plain, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "config_json",
+    [
+        {"rope_scaling": {"rope_type": "longrope"}},
+        {"rope_parameters": {"type": "su"}},
+        {"model_type": "llama4"},
+    ],
+)
+def test_where_it_decides_kv_the_longest_context_is_in_the_fingerprint(
+    module: Any, tmp_path: Path, config_json: dict[str, Any]
+) -> None:
+    found = set()
+    for length in (4096, 40_000):
+        vllm = config(tmp_path)
+        vllm.model_config.max_model_len = length
+        (tmp_path / "config.json").write_text(json.dumps(config_json))
+        found.add(module.vllm_fingerprint(vllm, None))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("load_config", "load_format", "pt", "load_format: got 'pt', allowed are auto, dummy, fast"),
+        ("load_config", "load_format", "bitsandbytes", "load_format: got 'bitsandbytes'"),
+        ("load_config", "load_format", "tensorizer", "load_format: got 'tensorizer'"),
+        (
+            "model_config",
+            "hf_config_path",
+            "/elsewhere",
+            "hf_config_path: got '/elsewhere', allowed is a config",
+        ),
+        ("model_config", "hf_overrides", lambda found: found, "hf_overrides: got a function"),
+    ],
+)
+def test_models_that_cant_be_compared(
+    module: Any, tmp_path: Path, part: str, name: str, value: Any, message: str
+) -> None:
+    vllm = config(tmp_path)
+    setattr(getattr(vllm, part), name, value)
+    with pytest.raises(ConfigError, match=message):
+        module.vllm_fingerprint(vllm, None)
+
+
+def test_weights_that_cant_be_compared(module: Any, tmp_path: Path) -> None:
+    vllm = config(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
+        module.vllm_fingerprint(vllm, None)
