@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,13 @@ def test_a_decline_is_not_a_failure() -> None:
     assert Reason.TRANSFER_FAILED.kind is ReasonKind.FAILURE
     assert Reason.SHORT_PROMPT.kind is ReasonKind.CHOICE
     assert {reason.kind for reason in Reason} == set(ReasonKind)
+
+
+def test_reasons_of_a_newer_version() -> None:
+    known, newer = msgspec.json.decode(b'["revoked","of_a_newer_version"]', type=tuple[Reason, Reason])
+    assert (known, newer, newer.kind) == (Reason.REVOKED, Reason.UNKNOWN, ReasonKind.FAILURE)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b"5", type=Reason)
 
 
 def test_invalid_names_field_value_and_what_is_allowed() -> None:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvhandoff.core.clock import ManualClock
+from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.tickets import BadTicket, TicketGate, TicketKey
 from kvhandoff.router.config import RouterConfig, Timeouts
@@ -117,13 +118,30 @@ async def test_a_new_life_s_records_are_read_from_their_start(f: Fixture) -> Non
 async def test_wrong_role_is_refused(f: Fixture, caplog: pytest.LogCaptureFixture) -> None:
     p, d = await f.engine("prefill", "p"), await f.engine("decode", "d")
     fleet = await f.fleet([d], [p])
-    wanted = "given to the router as a prefill engine, but it is a decode engine"
+    wanted = "given to the router as a prefill engine, but it has the role decode"
     assert fleet.prefill[0].problem == wanted
     assert not fleet.decode[0].healthy
     assert wanted in caplog.text
     p.role = "both"
     await fleet.poll(fleet.engines)
     assert fleet.decode[0].healthy
+
+
+async def test_words_of_a_newer_engine_leave_its_report_usable(f: Fixture) -> None:
+    d = await f.engine("decode", "d")
+    fleet = await f.fleet([], [d])
+    newer = record("a", d)
+    newer.leg, newer.reasons = "encode", ["of_a_newer_version", Reason.REVOKED]  # type: ignore[list-item]
+    newer.phases = {"of_a_newer_version": 1.0}
+    d.records += [newer, record("b", d)]
+    await fleet.poll(fleet.engines)
+    assert fleet.decode[0].healthy
+    assert [leg.handoff_id for leg in f.legs] == ["a", "b"]
+    assert f.legs[0].reasons == [Reason.UNKNOWN, Reason.REVOKED]
+    assert (f.legs[0].leg, f.legs[0].phases) == ("encode", newer.phases)
+    d.role = "encode"
+    await fleet.poll(fleet.engines)
+    assert fleet.decode[0].problem == "given to the router as a decode engine, but it has the role encode"
 
 
 async def test_dead_engine_and_its_return(f: Fixture) -> None:

@@ -59,6 +59,14 @@ class Reason(StrEnum):
     NO_DECODE_ENGINE = "no_decode_engine"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
+    UNKNOWN = "unknown"
+    """One of a newer version, which this one doesn't know."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Reason | None:
+        """What another process calls by a name that isn't here is a reason all the same: its message or its
+        report stays usable, and what is counted by reason stays bounded."""
+        return cls.UNKNOWN if isinstance(value, str) else None
 
     @property
     def kind(self) -> ReasonKind:

@@ -16,7 +16,8 @@ class LegRecord(msgspec.Struct, kw_only=True):
 
     handoff_id: str
     attempt: int
-    leg: Literal["prefill", "decode", "local"]
+    leg: str
+    """`prefill`, `decode` or `local`; a newer engine may have others."""
     engine_id: str
     epoch: str
     phases: dict[str, float] = {}
@@ -87,7 +88,8 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     engine_id: str
     epoch: str
-    role: Literal["prefill", "decode", "both"]
+    role: str
+    """`prefill`, `decode` or `both`; the router uses no engine of another."""
     model: str
     """Name under which the model is served."""
     model_fingerprint: str

@@ -268,7 +268,9 @@ class Engine:
         self._reported_at = arrived
         self._missed = 0
         if state.role not in (self.role, "both"):
-            self._set_problem(f"given to the router as a {self.role} engine, but it is a {state.role} engine")
+            self._set_problem(
+                f"given to the router as a {self.role} engine, but it has the role {state.role}"
+            )
         else:
             self._set_problem(self._vet(self, state) or self._refused)
         if state.records:
