@@ -123,6 +123,7 @@ class FakeAgent:
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
+        self.healthy = True
         self.refuse: RequestError | None = None
         """What `submit` raises."""
         self.legs: list[FakeLeg] = []

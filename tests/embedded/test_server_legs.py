@@ -159,11 +159,12 @@ async def test_models_and_operations() -> None:
         async with server.session.get("/internal/state?after=41") as response:
             state = await response.json()
             assert (state["cursor"], state["blocks"]["free"], state["role"]) == (41, BLOCKS.free, "both")
-        server.engine.healthy = False
-        for where in ("/health", "/internal/state"):
-            async with server.session.get(where) as response:
-                assert response.status == 503
-                assert (await response.json())["error"]["code"] == "engine_stopped"
+        for part, code in ((server.agent, "data_plane_ended"), (server.engine, "engine_stopped")):
+            part.healthy = False
+            for where in ("/health", "/internal/state"):
+                async with server.session.get(where) as response:
+                    assert response.status == 503
+                    assert (await response.json())["error"]["code"] == code
 
 
 async def test_router_tickets() -> None:

@@ -103,6 +103,7 @@ class FakeHandoff:
         """The hooks' calls and the reports, in their order."""
         self.records: list[LegRecord] = []
         self.refusals = 0
+        self.has_ended = False
         self.transfers: dict[HandoffKey, Transfer] = {}
         self.lent: dict[HandoffKey, Lent] = {}
         self.early: set[HandoffKey] = set()
@@ -135,12 +136,16 @@ class FakeHandoff:
     def refused(self) -> None:
         self.refusals += 1
 
-    def enter(self, leg: VllmLeg) -> None:
+    def enter(self, leg: VllmLeg) -> bool:
+        if self.has_ended:
+            return False
+
         def enter() -> None:
             self._legs[leg.key] = leg
             leg.entered()
 
         self.tasks.append(enter)
+        return True
 
     def finish(self, leg: VllmLeg, finish_reason: str, completion_tokens: int) -> None:
         self.tasks.append(lambda: leg.finish(finish_reason, completion_tokens))

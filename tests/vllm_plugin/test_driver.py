@@ -191,6 +191,29 @@ def test_a_bad_ticket_is_counted(side: Side) -> None:
         assert b"kvhandoff_engine_tickets_refused_total 1.0" in answer.read()
 
 
+def test_an_engine_whose_data_plane_has_ended_is_not_chosen(side: Side) -> None:
+    side.mover.alive = False
+    for page in ("/health", "/internal/state"):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            side.get(page)
+        assert raised.value.code == 503
+        assert json.loads(raised.value.read())["error"]["code"] == "data_plane_ended"
+        raised.value.close()
+    assert side.get("/debug/kv")["total"] == 30  # the operator still sees it
+
+
+def test_an_engine_goes_on_without_its_handoff_side(side: Side) -> None:
+    """An exception on vLLM's main thread would end it."""
+    tickets = [{"ticket": side.sign("prefill")} for _ in range(2)]
+    prompt = list(range(10))
+    begun = side.vllm.add(FakeRequest("begun", prompt, 1, kv_transfer_params=tickets[0]))
+    side.driver.close()
+    assert side.run(begun).output_token_ids == alone(prompt, 1)
+    later = side.vllm.add(FakeRequest("later", prompt, 1, kv_transfer_params=tickets[1]))
+    assert side.run(later).output_token_ids == alone(prompt, 1)
+    assert later.answer == {"error": "handoff_ended"}
+
+
 def test_a_ticket_for_another_life(side: Side) -> None:
     other = Identity(EngineId(side.facts.engine_id), Epoch("another"))
     status, body = side.post("/internal/peers", {"ticket": side.sign("peers", audience=other)})

@@ -578,6 +578,18 @@ def test_a_load_given_up_between_the_match_and_the_allocation(
     e.at_rest()
 
 
+def test_a_handoff_side_that_has_ended() -> None:
+    e = engine()
+    e.handoff.has_ended = True
+    ticket = signed("decode", offer=descriptor(10), retain="renewable")
+    requests = [e.add(PROMPT, ticket) for _ in range(2)]
+    for request in requests:
+        assert e.run(request).output_token_ids == alone(PROMPT, 4)
+    assert requests[0].answer == {"error": "handoff_ended"}
+    assert (e.handoff.refusals, e.handoff.calls) == (2, [])
+    e.at_rest()
+
+
 # ---------------------------------------------------------------------------------- memory
 
 

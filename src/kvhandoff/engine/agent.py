@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, Literal, NoReturn
 
@@ -22,6 +23,7 @@ from kvhandoff.core.reasons import ReasonKind
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from kvhandoff.engine.api import EngineControl
 from kvhandoff.engine.legs import KVLeg
+from kvhandoff.engine.loops import hand_over
 from kvhandoff.engine.metrics import EngineMetrics
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff.messages import PROTOCOL_VERSION, Hello, decode, encode
@@ -35,6 +37,9 @@ from kvhandoff.transport.mover import BlockMover, Moved
 _log = logging.getLogger(__name__)
 
 _RECORDS_KEPT = 4096
+
+_AFTER_A_BUG_S = 0.1
+"""The protocol's next deadline is not looked at earlier: what has just failed may fail again at once."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +142,11 @@ class HandoffAgent:
         self._legs[leg.key] = leg
 
     # ------------------------------------------------------------------------------------ api.HandoffSide
+
+    @property
+    def healthy(self) -> bool:
+        """See `api.HandoffSide`."""
+        return self.mover.alive
 
     def state(self, after: int) -> EngineState:
         """See `api.HandoffSide`."""
@@ -257,7 +267,7 @@ class HandoffAgent:
         self._soon(self.feed, ev.MemoryShort(blocks))
 
     def _tell(self, request_id: str, news: Callable[[KVLeg], None]) -> None:
-        self._loop.call_soon_threadsafe(lambda: news(self._by_request[request_id]))
+        self._soon(lambda: news(self._by_request[request_id]))
 
     # ------------------------------------------------------------------------------------ legs.LegHost
 
@@ -284,16 +294,28 @@ class HandoffAgent:
         self._metrics.leg(record)
 
     def feed(self, event: ev.Event) -> None:
-        """Give the protocol an event, carry out what follows, and come back at its next deadline."""
-        node = self._running_node
-        for effect in node.handle(self.clock(), event):
-            self._carry_out(effect)
+        """Give the protocol an event, carry out what follows, and come back at its next deadline.
+
+        A bug in one effect is raised when the others have been carried out; each is another request's. And
+        no wait loses its deadline by it (rule 3).
+        """
+        soonest = _AFTER_A_BUG_S
+        try:
+            with ExitStack() as effects:  # goes on behind an exception, and raises it with those before
+                for effect in reversed(self._running_node.handle(self.clock(), event)):
+                    effects.callback(self._carry_out, effect)
+            soonest = 0.0
+        finally:
+            self._come_back(soonest)
+
+    def _come_back(self, soonest: float) -> None:
+        """At the protocol's next deadline, but not before so many seconds."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = node.next_deadline()
+        deadline = self._running_node.next_deadline()
         if deadline is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - self.clock()), self.feed, ev.Tick())
+            self._timer = self._loop.call_later(max(soonest, deadline - self.clock()), self.feed, ev.Tick())
 
     # ------------------------------------------------------------------------------------ the protocol
 
@@ -355,8 +377,8 @@ class HandoffAgent:
         self.feed(ev.PeerGone(address))
 
     def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """From the mover's thread to ours."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+        """From the engine's thread, or the mover's, to ours."""
+        hand_over(self._loop, function, *arguments)
 
     def _admit(self, signed: object, leg: str) -> Ticket:
         ticket = self._gate.admit(signed, self.clock())

@@ -168,6 +168,11 @@ class EngineControl(Protocol):
 class HandoffSide(Protocol):
     """The handoff side as the router and the operator see it, over HTTP. Used on the asyncio thread only."""
 
+    @property
+    def healthy(self) -> bool:
+        """Whether KV can be handed over; False for good once the data plane has ended."""
+        ...
+
     def state(self, after: int) -> EngineState:
         """With the legs that ended after the cursor `after`."""
         ...

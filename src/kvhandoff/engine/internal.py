@@ -43,7 +43,7 @@ class Internal:
         ]
 
     async def health(self, _: web.Request) -> web.Response:
-        """200 while requests are taken."""
+        """200 while requests are taken, and KV can be handed over."""
         self._check_health()
         return json_response({"status": "ok"})
 
@@ -61,7 +61,7 @@ class Internal:
     async def state(self, request: web.Request) -> web.Response:
         """`EngineState`, with the legs that ended after the cursor `after` (default 0).
 
-        503 when the engine has stopped, so that the router sends nothing more.
+        503 when the engine, or its data plane, has ended, so that the router sends nothing more.
         """
         raw = request.query.get("after", "0")
         if not (raw.isascii() and raw.isdecimal() and len(raw) < 20):
@@ -88,6 +88,8 @@ class Internal:
     def _check_health(self) -> None:
         if not self._engine.healthy:
             raise unavailable("the engine has stopped", code="engine_stopped")
+        if not self._agent.healthy:
+            raise unavailable("the data plane has ended: no KV can be handed over", code="data_plane_ended")
 
     async def _obey(self, request: web.Request, act: Callable[[object], None]) -> web.Response:
         """`act` on the body's `ticket`; it checks the ticket itself. Answers `{}`."""

@@ -22,6 +22,7 @@ from kvhandoff.engine.agent import EngineFacts, HandoffAgent
 from kvhandoff.engine.api import EngineControl, KVHooks
 from kvhandoff.engine.internal import Internal
 from kvhandoff.engine.leg_host import LegHost
+from kvhandoff.engine.loops import hand_over
 from kvhandoff.engine.names import await_further_ranks, hold_name
 from kvhandoff.handoff.tickets import Ticket
 from kvhandoff.transport.mover import BlockMover
@@ -71,14 +72,14 @@ class Driver:
         """See `Side`."""
         self._agent.refused()
 
-    def enter(self, leg: VllmLeg) -> None:
+    def enter(self, leg: VllmLeg) -> bool:
         """See `Side`."""
-        self._loop.call_soon_threadsafe(self._enter, leg)
+        return hand_over(self._loop, self._enter, leg)
 
     def finish(self, leg: VllmLeg, finish_reason: str, completion_tokens: int) -> None:
         """See `Side`."""
         assert leg.request is not None, "prepared"
-        self._loop.call_soon_threadsafe(leg.finish, finish_reason, completion_tokens)
+        hand_over(self._loop, leg.finish, finish_reason, completion_tokens)
         self._agent.unbind_soon(leg.request.request_id)
 
     def report(self, request_id: str, *, failed: bool, bad_blocks: Sequence[int]) -> None:

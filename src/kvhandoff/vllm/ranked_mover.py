@@ -24,6 +24,7 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import EngineId, Epoch, Identity
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.spans import Copy
+from kvhandoff.engine.loops import hand_over
 from kvhandoff.transport.api import Operation, TransportError
 from kvhandoff.transport.liveness import Watcher, host
 from kvhandoff.transport.ranks import encode_ranks
@@ -159,7 +160,7 @@ class RankedMover:
         if threading.get_ident() == self._thread:
             function(*arguments)
         else:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            hand_over(self._loop, function, *arguments)
 
     # Below: the loop's thread.
 

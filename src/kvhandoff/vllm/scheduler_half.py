@@ -100,9 +100,12 @@ class SchedulerHalf:
             self._obey(tracked, signed)
         with self._lock:
             self._requests[request.request_id] = tracked
-        if tracked.leg is not None:
+        if tracked.leg is None:
+            return
+        if self._side.enter(tracked.leg):
             self._legs[request.request_id] = tracked
-            self._side.enter(tracked.leg)
+        else:
+            self._make_plain(tracked)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens vLLM should leave to a load, beyond `local_tokens` (whole blocks of its own cache),
@@ -289,6 +292,15 @@ class SchedulerHalf:
         assert isinstance(signed, str), "admitted"
         tracked.ticket = signed
         self._leaders[signed] = tracked
+
+    def _make_plain(self, tracked: Tracked) -> None:
+        """Nobody would bring it anything, or take what it offers."""
+        if tracked.ticket is not None:
+            del self._leaders[tracked.ticket]
+        plain = Tracked(tracked.request)
+        self._refuse(plain, "handoff_ended", "the handoff side of this engine has ended")
+        with self._lock:
+            self._requests[plain.request.request_id] = plain
 
     def _refuse(self, tracked: Tracked, code: str, why: str) -> None:
         _log.warning("request %s is served alone: %s", tracked.request.request_id, why)

@@ -27,8 +27,8 @@ class Side(Protocol):
         """A ticket was not obeyed: count it."""
         ...
 
-    def enter(self, leg: VllmLeg) -> None:
-        """vLLM has the leg's request."""
+    def enter(self, leg: VllmLeg) -> bool:
+        """vLLM has the leg's request. False: the handoff side has ended, and does nothing for it."""
         ...
 
     def finish(self, leg: VllmLeg, finish_reason: str, completion_tokens: int) -> None:
