@@ -137,12 +137,30 @@ async def test_an_engine_that_does_not_start() -> None:
         (["--", "--port", "1"], "--port: got it for vLLM, allowed is to leave it to kvhandoff"),
         (["--", "--kv_transfer_config={}"], "--kv-transfer-config: got it for vLLM"),
         (["--vllm-command", "no-such-command"], "vllm-command: got 'no-such-command', allowed is a command"),
+        (["--vllm-command", "'"], 'vllm-command: got "\'", allowed is a command as in a shell: No closing'),
+        (["--vllm-command", ""], "vllm-command: got '', allowed is a command"),
+        (
+            ["--model", "/no/such/dir"],
+            "model: got '/no/such/dir', allowed is a directory or a Hugging Face id",
+        ),
+        (["--model", "./nowhere"], "model: got './nowhere', allowed is a directory or a Hugging Face id"),
+        (["--model", "no/such/dir"], "model: got 'no/such/dir', allowed is a directory or a Hugging Face id"),
+        (["--model", "/dev/null"], "model: got '/dev/null', allowed is a directory or a Hugging Face id"),
+        (["--model", ""], "model: got '', allowed is a directory or a Hugging Face id"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str) -> None:
     done = run("up", "--engine", "vllm", "--model", "some/model", "--port", "0", *arguments)
     assert done.returncode == 2
     assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B", "s3://bucket/a/b", str(ROOT)])
+def test_models_that_vllm_may_find(model: str) -> None:
+    """What stops it is the next thing that is checked."""
+    done = run("up", "--engine", "vllm", "--port", "0", "--model", model, "--vllm-command", "no-such-command")
+    assert (done.returncode, "vllm-command: got" in done.stderr) == (2, True)
 
 
 def test_arguments_for_vllm_alone() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 
 import typer
 
@@ -14,6 +16,9 @@ from kvhandoff.cli.vllm_machine import engine_environment
 from kvhandoff.core.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
+
+_ELSEWHERE = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?|\w+://.+", re.ASCII)
+"""A Hugging Face id, or the URL of a store vLLM loads from. vLLM finds out whether it leads anywhere."""
 
 _EMBEDDED_ONLY = (
     *("transport", "dtype", "exact", "kv_memory", "block_size", "max_num_seqs", "prefix_cache", "threads"),
@@ -72,6 +77,8 @@ def vllm_children(
 def _model(model: str) -> str:
     """What vLLM is told to serve: a directory or a Hugging Face id as it is, the default one converted."""
     if model != DEFAULT_MODEL:
+        if not (_ELSEWHERE.fullmatch(model) or (model and Path(model).is_dir())):
+            raise ConfigError(f"model: got {model!r}, allowed is a directory or a Hugging Face id")
         return model
     try:
         from kvhandoff.embedded.models import resolve_model

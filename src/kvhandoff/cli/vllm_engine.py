@@ -60,7 +60,11 @@ class VllmEngine:
 
     def command_line(self, *, log_level: str) -> list[str]:
         """Raises ConfigError when there is no such command."""
-        words = shlex.split(self.command)
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            allowed = f"a command as in a shell: {error}"
+            raise ConfigError(f"vllm-command: got {self.command!r}, allowed is {allowed}") from error
         found = shutil.which(words[0]) if words else None
         if found is None:
             raise ConfigError(f"vllm-command: got {self.command!r}, allowed is a command that can be run")
