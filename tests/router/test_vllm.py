@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvhandoff.handoff.tickets import TicketGate, TicketKey
 from tests.router.conftest import LONG_PROMPT
-from tests.router.engines import PROMPT_TOKENS, soon
+from tests.router.engines import PROMPT_TOKENS, Leg, MockEngine, soon
 from tests.router.vllm_engines import MockVllmEngine
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -64,6 +65,20 @@ async def test_token_ids_only_where_vllm_takes_them(vllm: Any, path: str, forwar
     async with vllm(path="pull") as c:
         await c.post(body_for(c, path), path=path)
         assert c.d.legs.get_nowait().body["kv_transfer_params"].get("prompt_token_ids") == forwarded
+
+
+@pytest.mark.parametrize("given", [{"error": "bad_ticket"}, None])
+async def test_what_an_engine_tells_the_router_is_not_the_client_s(vllm: Any, given: Any) -> None:
+    """The rest of the answer is passed on as it is."""
+
+    async def script(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+        return web.json_response({"kv_transfer_params": given, "text": "“kv_transfer_params”", "n": 1e3})
+
+    async with vllm(path="local") as c:
+        c.d.script = script
+        status, answer = await c.post(c.body())
+        assert status == 200
+        assert answer == {"kv_transfer_params": None, "text": "“kv_transfer_params”", "n": 1e3}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import aiohttp
@@ -97,6 +97,9 @@ class _AnyAnswer(msgspec.Struct):
 _any_answer = msgspec.json.Decoder(_AnyAnswer)
 _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
 _refused_answer = msgspec.json.Decoder(_RefusedAnswer)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+_PARAMS = "kv_transfer_params"
 
 _MISSES = frozenset(reason.value for reason in Reason)
 """Error codes of an engine that was told to answer with an error when the KV can't be used."""
@@ -140,6 +143,21 @@ def read_response_id(answer: Answer) -> str | None:
         return _any_answer.decode(answer.body).id
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def without_params(answer: Answer) -> Answer:
+    """The same answer without what its engine tells the router in `kv_transfer_params`: there a vLLM engine says
+    why it has not obeyed a ticket."""
+    if _PARAMS.encode() not in answer.body:
+        return answer
+    try:
+        fields = _object.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return answer
+    if bytes(fields.get(_PARAMS, b"null")) == b"null":
+        return answer
+    fields[_PARAMS] = msgspec.Raw(b"null")
+    return replace(answer, body=msgspec.json.encode(fields))
 
 
 def for_client(engine: Engine, answer: Answer) -> Answer:

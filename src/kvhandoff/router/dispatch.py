@@ -21,6 +21,7 @@ from kvhandoff.router.answers import (
     read_prefilled,
     read_response_id,
     whole,
+    without_params,
 )
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.dialect import dialect_of
@@ -194,7 +195,7 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
     x.cut(Phase.DECODE_NETWORK)
     if not x.draft.joinable:
         x.draft.response_id = read_response_id(answer) or x.draft.response_id
-    return _pass_on(x, answer)
+    return _pass_on(x, without_params(answer))
 
 
 def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Passage:
