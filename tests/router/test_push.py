@@ -28,7 +28,7 @@ from tests.router.engines import (
     streamed,
     until,
 )
-from tests.router.test_failures import cut_short, empty_stream, no_params, silent
+from tests.router.test_failures import cut_short, empty_stream, never, no_params, silent
 from tests.router.test_leaving import leave
 
 PUSH = {"x-kvhandoff-path": "push"}
@@ -193,6 +193,20 @@ async def test_prefill_is_late(cluster: Any) -> None:
         assert (await soon(c.p.withdrawn.get())).key == p.ticket.key
         c.d.gate.set()
         assert (await soon(request))[0] == 200
+
+
+async def test_prefill_engine_falls_silent(cluster: Any) -> None:
+    async with cluster(poll_interval_s=0.01, timeouts={"poll_s": 0.05} | NO_ACCOUNT) as c:
+        c.p.script, c.d.script = silent, held
+        request = push(c)
+        p, _ = await both(c)
+        c.p.state_script = never
+        assert await soon(c.p.cancelled.get()) is p
+        assert (await soon(c.p.withdrawn.get())).key == p.ticket.key
+        c.d.gate.set()
+        status, answer = await soon(request)
+        record = await c.record(answer["id"])
+        assert (status, record["attempts"], record["reasons"]) == (200, 1, ["forced", "prefill_failed"])
 
 
 async def test_prefill_engine_is_gone(cluster: Any) -> None:

@@ -146,8 +146,8 @@ def read_response_id(answer: Answer) -> str | None:
 
 
 def without_params(answer: Answer) -> Answer:
-    """The same answer without what its engine tells the router in `kv_transfer_params`: there a vLLM engine says
-    why it has not obeyed a ticket."""
+    """The same answer without what its engine tells the router in `kv_transfer_params`, where vLLM's say
+    why they have not obeyed a ticket."""
     if _PARAMS.encode() not in answer.body:
         return answer
     try:
