@@ -172,13 +172,14 @@ async def test_read_that_ends_after_the_deadline(tiny: Path, transport: Transpor
 
 @transports
 async def test_read_that_never_ends(tiny: Path, transport: Transport) -> None:
-    """Field case 2: at its next renewal the reader is told, and computes; the holder waits no longer than a
-    claim's lease, and the late bytes hit nobody."""
+    """Field case 2: at its next renewal the reader is told, and computes; the holder, which does not hear its
+    answer, waits no longer than a claim's lease, and the late bytes hit nobody."""
     async with reading(tiny, "fixed", transport) as r:
         t, kept = r.t, r.turn.kept // BLOCK
         await r.renews(HOLD - 1)
         pass_time(t.d, 2)
         assert t.d.blocks().retained == kept
+        r.to_d.lose = lambda body: isinstance(body, Release)
         pass_time(t.p, RENEWAL)
         reply = await r.reply  # while the bytes are still on the way
         assert r.to_d.received_of(ClaimDeclined)[-1].reason == Reason.OFFER_EXPIRED

@@ -62,7 +62,7 @@ def _odd_messages(engine: LiveEngine, offer: HandoffKey, rng: random.Random) -> 
     reader = new_key()
     misfit = TokenChain(block_size=0, n_tokens=-5, blocks=(b"", b"x" * 99), tail=b"y")
     huge = TokenChain(block_size=BLOCK, n_tokens=2**62, blocks=(b"z" * 16,) * 1000, tail=b"")
-    claim = _envelope(engine, Claim(offer=offer, reader=reader, chain=misfit, seq=1))
+    claim = _envelope(engine, Claim(offer=offer, reader=reader, chain=misfit, seq=1, queued=False))
     nowhere = HandoffKey(HandoffId("?"), -1)
     release = _envelope(engine, Release(offer=nowhere, reader=reader, seq=1, done=True))
     return [
@@ -72,9 +72,11 @@ def _odd_messages(engine: LiveEngine, offer: HandoffKey, rng: random.Random) -> 
         *(claim[:length] for length in range(1, len(claim), 5)),
         *(rng.randbytes(rng.randrange(1, 300)) for _ in range(200)),
         claim,
-        _envelope(engine, Claim(offer=offer, reader=reader, chain=huge, seq=2**62)),
+        _envelope(engine, Claim(offer=offer, reader=reader, chain=huge, seq=2**62, queued=False)),
         _envelope(
-            engine, Claim(offer=offer, reader=reader, chain=misfit, seq=-1), reply_to="file:///etc/passwd"
+            engine,
+            Claim(offer=offer, reader=reader, chain=misfit, seq=-1, queued=False),
+            reply_to="file:///etc/passwd",
         ),
         release,
         _envelope(engine, Release(offer=offer, reader=reader, seq=1, done=False), protocol_version=99),

@@ -157,6 +157,23 @@ def test_retained_blocks_come_from_another_thread_when_they_are_needed():
     engine.core.close()
 
 
+def test_an_idle_engine_says_again_that_it_is_short():
+    """All its blocks are under plain offers, of which the handoff side alone knows when they end."""
+    engine = Engine(num_blocks=8)
+    short = threading.Semaphore(0)
+    engine.hooks.memory_short = lambda blocks: short.release()  # type: ignore[method-assign]
+    engine.core.start()
+    engine.submit("offer", prompt_of(30, 1), 1, offer=True).wait()
+    waiter = engine.submit("a", prompt_of(20, 9), 2)
+    for _ in range(4):
+        assert short.acquire(timeout=DEADLINE_S)
+    [blocks] = engine.hooks.offers.values()
+    engine.core.release_blocks(blocks)
+    assert waiter.wait() == "length"
+    assert waiter.tokens == greedy(prompt_of(20, 9), 2, eos=None)
+    engine.core.close()
+
+
 def test_an_abort_during_a_step_takes_effect_after_it(engine: Engine):
     gate = Gate(engine.runner)
     waiter = engine.submit("a", prompt_of(9), 40)

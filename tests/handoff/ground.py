@@ -11,6 +11,7 @@ from collections import Counter
 from msgspec.structs import replace
 
 from kvhandoff.core.ids import Identity
+from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff import events as ev
 from kvhandoff.handoff.messages import ClaimGranted, WrongEpoch, decode, encode
 from kvhandoff.handoff.settings import HandoffSettings
@@ -26,6 +27,7 @@ SETTINGS = HandoffSettings(
     claim_s=2.0,
     read_s=1.5,
     queue_s=4.0,
+    short_s=0.5,
     retry_s=0.25,
     rendezvous_s=3.0,
     progress_s=2.0,
@@ -74,6 +76,8 @@ class Ground:
         """(sender's address, receiver's address) → until when messages wait."""
         self.connecting: list[tuple[Engine, Identity]] = []
         self.outcomes: Counter[str] = Counter()
+        self.shortages: dict[Identity, tuple[float, float]] = {}
+        """Engine's life → since when it has said, without a break, that it is short, and when last."""
         self.punctual = rng.random() < 0.7
         """Whether a tick that is due is never forgotten."""
         self.haste = rng.choice((0.2, 0.5, 0.8))
@@ -131,13 +135,15 @@ class Ground:
                 index = rng.randrange(len(network))
                 if self.time < self.held.get(network[index][:2], 0.0):
                     return False
-            _, address, raw = network.pop(index)
-            engine = self._listening(address)
-            if engine is not None:
-                envelope = decode(raw)
-                self.wire.received(engine, envelope)
-                self.feed(engine, ev.Received(envelope))
+            self._arrive(*network.pop(index))
         return True
+
+    def _arrive(self, _: str, address: str, raw: bytes) -> None:
+        engine = self._listening(address)
+        if engine is not None:
+            envelope = decode(raw)
+            self.wire.received(engine, envelope)
+            self.feed(engine, ev.Received(envelope))
 
     def lose(self) -> bool:
         if self.network:
@@ -226,6 +232,10 @@ class Ground:
 
     def feed(self, engine: Engine, event: ev.Event) -> None:
         """An event goes in, and its effects are carried out."""
+        if isinstance(event, ev.MemoryShort):
+            now = self.now(engine)
+            since, told = self.shortages.get(engine.identity, (now, now))
+            self.shortages[engine.identity] = (since if now <= told + 1.0 else now, now)
         for effect in engine.handle(self.now(engine), event):
             self._carry_out(engine, effect)
 
@@ -257,9 +267,21 @@ class Ground:
                 engine.watched.setdefault(effect.peer, effect.processes)
                 self.deaths.look(effect.peer, "")
             case ev.Noted():
+                if effect.reason is Reason.SOURCE_SHORT:
+                    self._check_shortage(engine)
                 self.outcomes[f"noted {effect.reason}"] += 1
             case ev.DisconnectPeer():
                 pass
+
+    def _check_shortage(self, engine: Engine) -> None:
+        """What is queued for is given up only by an engine that has been short for long."""
+        since, _ = self.shortages[engine.identity]
+        lasted = self.now(engine) - since
+        check(
+            lasted >= engine.settings.short_s,
+            "rule 3",
+            f"{engine.name} was short for {lasted} s, and gives up",
+        )
 
     def _send(self, engine: Engine, send: ev.Send) -> None:
         body = send.body

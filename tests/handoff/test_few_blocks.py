@@ -52,7 +52,7 @@ def test_as_much_is_read_as_there_are_blocks(
     assert p.hand_over(d) == [ev.PostRead(READ, P, copies)]
     assert d.do(ev.ReadLanded(READ)) == [ev.Loaded(READ, tokens)]
     assert d.node.reads.loading() == []
-    assert d.bodies() == [Release(offer=OFFER, reader=READ, seq=1, done=True)]
+    assert d.bodies() == [Release(offer=OFFER, reader=READ, seq=2, done=True)]
 
 
 def test_the_read_may_begin_before_the_grant(p: Side, d: Side) -> None:

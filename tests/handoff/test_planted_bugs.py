@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import msgspec
@@ -9,17 +10,18 @@ import pytest
 
 from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.reasons import Reason
-from kvhandoff.handoff import peers
+from kvhandoff.handoff import offers, peers
 from kvhandoff.handoff.events import FreeBlocks, Loaded, Send, WatchPeer
 from kvhandoff.handoff.grants import GrantLedger
 from kvhandoff.handoff.messages import ClaimGranted
 from kvhandoff.handoff.node import HandoffNode
-from kvhandoff.handoff.offers import OfferLedger
+from kvhandoff.handoff.offers import Offer, OfferLedger
 from kvhandoff.handoff.peers import Peer, PeerBook
 from kvhandoff.handoff.reads import ReadLedger
 from kvhandoff.handoff.writes import WriteLedger, _Over
 from tests.handoff.deaths import Deaths
 from tests.handoff.ground import SETTINGS
+from tests.handoff.rings import Rings
 from tests.handoff.world import STEPS, RuleBroken, World
 
 AT_MOST = 3000
@@ -298,6 +300,83 @@ def revokes_sent_once(patch: pytest.MonkeyPatch) -> None:
         return tick(self, now)
 
     patch.setattr(GrantLedger, "tick", once)
+
+
+# -------------------------------------------------------------- engines that wait for each other (`rings.py`)
+
+
+def freed_at_the_decline(patch: pytest.MonkeyPatch) -> None:
+    """The source takes its own word for the reader's, which may not have heard it."""
+    claimed = OfferLedger.claimed
+
+    def ruthless(self, now, sender, reply_to, claim):
+        effects = claimed(self, now, sender, reply_to, claim)
+        offer = self._offers.get(claim.offer)
+        if offer is not None and offer.closing is Reason.SOURCE_SHORT:
+            offer.pins.clear()
+            effects += self.tick(now)
+        return effects
+
+    patch.setattr(OfferLedger, "claimed", ruthless)
+
+
+def readers_taken_for_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Offer, "queued_for", property(lambda self: bool(self.pins) and not self.writing))
+
+
+def blocks_not_told_of(patch: pytest.MonkeyPatch) -> None:
+    """A reader's claims go on saying that it is queued."""
+    claim = ReadLedger._claim
+
+    def outdated(self, now, read):
+        send = claim(self, now, read)
+        return Send(send.address, send.target, replace(send.body, queued=True))
+
+    patch.setattr(ReadLedger, "_claim", outdated)
+
+
+def gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(offers._Shortage, "lasts", lambda self, now: math.inf)
+
+
+def never_gives_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Offer, "queued_for", False)
+
+
+def declined_readers_say_nothing(patch: pytest.MonkeyPatch) -> None:
+    """So that blocks come back with the lease only."""
+    declined = ReadLedger.declined
+
+    def silent(self, now, sender, answer):
+        return [e for e in declined(self, now, sender, answer) if not isinstance(e, Send)]
+
+    patch.setattr(ReadLedger, "declined", silent)
+
+
+@pytest.mark.parametrize(
+    ("bug", "rule_broken"),
+    [
+        (freed_at_the_decline, "rule 1"),
+        (readers_taken_for_queued, "rule 3"),
+        (blocks_not_told_of, "rule 3"),
+        (gives_up_at_once, "rule 3"),
+        (never_gives_up, "rule 3"),
+        (declined_readers_say_nothing, "rule 3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_planted_bug_in_giving_up_is_caught(bug, rule_broken, monkeypatch) -> None:
+    bug(monkeypatch)
+    for seed in range(AT_MOST):
+        try:
+            Rings(Random(seed)).run()
+        except RuleBroken as broken:
+            if str(broken).startswith(rule_broken):
+                return
+    pytest.fail(f"{AT_MOST} schedules did not notice {bug.__name__}")
+
+
+# -------------------------------------------------------------------------------------------- all of them
 
 
 @pytest.mark.parametrize(

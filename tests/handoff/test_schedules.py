@@ -51,6 +51,7 @@ _PATHS = {
         Reason.PEER_LOST,
         Reason.PEER_UNREACHABLE,
         Reason.READ_TIMEOUT,
+        Reason.SOURCE_SHORT,
         Reason.TRANSFER_FAILED,
     },
     "return": {
@@ -82,6 +83,7 @@ _PATHS = {
         Reason.PEER_UNREACHABLE,
         Reason.PUSH_TIMEOUT,
         Reason.REBOUND,
+        Reason.SOURCE_SHORT,
         Reason.TRANSFER_FAILED,
     },
 }
@@ -110,6 +112,7 @@ EXPECTED = {f"{reason} {path}" for path, reasons in _PATHS.items() for reason in
     "noted offer_expired",
     "noted offer_given_up",
     "noted quarantine_grows",
+    "noted source_short",
     "queue_timeout",
 }
 """What each kind of load ends with, and what else happens: on average once in 2,000 schedules at least."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvhandoff.core.chain import TokenChain
 from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
@@ -52,15 +53,18 @@ def reading(p: Side, d: Side) -> None:
 
 def test_pull(p: Side, d: Side) -> None:
     reading(p, d)
-    assert d.bodies() == [Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=1)]
+    assert d.bodies() == [
+        Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=1, queued=True),
+        Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=2, queued=False),
+    ]
     assert d.hand_over(p) == []
     granted = ClaimGranted(offer=OFFER, reader=READ, seq=1, matched_tokens=10, spans=SPANS, lease_s=6.0)
-    assert p.bodies() == [granted]
+    assert p.bodies() == [granted, replace(granted, seq=2)]
     assert p.hand_over(d) == []
     d.now += 1.0
     assert d.do(ev.ReadLanded(READ)) == [ev.Loaded(READ, 10)]
     assert d.node.reads.loading() == []
-    assert d.bodies() == [Release(offer=OFFER, reader=READ, seq=1, done=True)]
+    assert d.bodies() == [Release(offer=OFFER, reader=READ, seq=2, done=True)]
     assert d.hand_over(p) == [ev.FreeBlocks((5, 6, 9))]
     assert p.node.offers.blocks() == []
     assert p.node.next_deadline() is None
@@ -91,7 +95,7 @@ def test_first_request_to_a_peer_shakes_hands_first(p: Side, d: Side) -> None:
     assert p.bodies() == [Welcome(hello=hello(), nonce=1)]
     assert p.hand_over(d) == [ev.ConnectPeer(P, b"memory")]
     assert d.do(ev.PeerConnected(P, None)) == [ev.PostRead(READ, P, ((5, 1, 2), (9, 3, 1)))]
-    assert d.bodies() == [Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=1)]
+    assert d.bodies() == [Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=1, queued=False)]
 
 
 def test_another_prompt_under_the_reference_gets_only_what_it_shares(p: Side, d: Side) -> None:
@@ -112,7 +116,7 @@ def test_another_salt_shares_nothing(p: Side, d: Side) -> None:
     d.do(ev.ReadWanted(READ, descriptor(), foreign))
     d.do(ev.LoadAllocated(READ, (1, 2, 3), 0))
     d.hand_over(p)
-    assert p.bodies() == [ClaimDeclined(offer=OFFER, reader=READ, reason=Reason.CHAIN_MISMATCH)]
+    assert p.bodies() == [ClaimDeclined(offer=OFFER, reader=READ, reason=Reason.CHAIN_MISMATCH)] * 2
     missed = ev.Missed(READ, Reason.CHAIN_MISMATCH, f"declined by {P}")
     assert p.hand_over(d) == [missed, ev.FreeBlocks((1, 2, 3))]
 
@@ -141,7 +145,8 @@ def test_a_late_claim_is_told_why(p: Side, d: Side, ending: str, reason: Reason)
     d.do(ev.ReadWanted(READ, descriptor(), CHAIN))
     d.hand_over(p)
     assert p.hand_over(d) == [ev.Missed(READ, reason, f"declined by {P}")]
-    assert d.bodies() == []  # the source said so itself, it needs no release
+    # Nobody else is told that it is done; the reader's own pin, if it had one, is over.
+    assert d.bodies() == [Release(offer=OFFER, reader=READ, seq=1, done=False)]
 
 
 def test_an_offer_made_after_its_withdrawal_is_freed_at_once(p: Side) -> None:
@@ -251,11 +256,11 @@ def test_a_peer_that_owes_a_fence_gets_no_more_reads(p: Side, d: Side) -> None:
 
 def test_an_unanswered_claim_is_sent_again_and_given_up(p: Side, d: Side) -> None:
     reading(p, d)
-    for wait, seq in ((0.5, 2), (1.0, 3)):
+    for wait, seq in ((0.5, 3), (1.0, 4)):
         d.outbox.clear()
         d.now += wait
         assert d.do(ev.Tick()) == []
-        assert d.bodies() == [Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=seq)]
+        assert d.bodies() == [Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=seq, queued=False)]
     d.now += 0.5
     [missed] = d.do(ev.Tick())
     assert missed == ev.Missed(READ, Reason.CLAIM_TIMEOUT, f"no answer from {P} in time")
@@ -265,7 +270,7 @@ def test_a_restarted_source_says_so(p: Side, d: Side) -> None:
     reading(p, d)
     reborn = Side(HandoffNode(REBORN, "addr-p", hello(num_blocks=4), SETTINGS))
     d.hand_over(reborn)
-    assert reborn.bodies() == [WrongEpoch(wanted=P)]
+    assert reborn.bodies() == [WrongEpoch(wanted=P)] * 2
     effects = reborn.hand_over(d)
     assert effects == [ev.DisconnectPeer(P), ev.Missed(READ, Reason.EPOCH_CHANGED, f"{P} is gone")]
     assert d.node.reads.quarantined() == [1, 2, 3]
@@ -383,7 +388,7 @@ def test_messages_survive_the_wire_and_garbage_does_not() -> None:
     for body in (
         hello(),
         Welcome(hello=hello(), nonce=3),
-        Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=4),
+        Claim(offer=OFFER, reader=READ, chain=CHAIN, seq=4, queued=True),
         WrongEpoch(wanted=P),
     ):
         envelope = node.envelope(ev.Send("addr-p", P, body))

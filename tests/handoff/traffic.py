@@ -43,6 +43,9 @@ class Handoff:
 class Traffic:
     """The engines' own doings."""
 
+    tells = 0.7
+    """How often an engine that lacks blocks says so."""
+
     def __init__(self, world: Ground) -> None:
         self.world = world
         self.rng = world.rng
@@ -70,6 +73,7 @@ class Traffic:
             return True
         lacking = len(labels) - len(job.blocks)
         if lacking > len(engine.free):
+            self._short(engine, lacking - len(engine.free))
             return False
         job.blocks += engine.take(lacking, self.rng)
         check(engine.holds(job.blocks, labels[: job.ready]), "rule 1", f"{job.key} is computed on foreign KV")
@@ -179,10 +183,9 @@ class Traffic:
         count = min(max(count, len(cached) + 1), len(wanted.labels))
         lacking = count - len(cached) - len(engine.free)
         if lacking > 0:
-            if self.rng.random() < 0.7:
-                engine.hold(cached)
-                self.world.feed(engine, ev.MemoryShort(lacking))
-                engine.drop(cached)
+            engine.hold(cached)
+            self._short(engine, lacking)
+            engine.drop(cached)
             return None
         engine.hold(cached)
         fresh = engine.take(count - len(cached), self.rng)
@@ -191,6 +194,11 @@ class Traffic:
             engine.write(cached[0], wanted.labels[0])
             engine.publish(wanted, cached)
         return cached, fresh
+
+    def _short(self, engine: Engine, lacking: int) -> None:
+        """The engine says what it lacks, as often as not when nobody counts on it."""
+        if self.rng.random() < self.tells:
+            self.world.feed(engine, ev.MemoryShort(lacking))
 
     def short(self) -> bool:
         """An engine lacks blocks for something else than prompts of this world."""

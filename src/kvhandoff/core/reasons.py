@@ -40,6 +40,7 @@ class Reason(StrEnum):
     EPOCH_CHANGED = "epoch_changed"
     OFFER_ABANDONED = "offer_abandoned"
     OFFER_GIVEN_UP = "offer_given_up"
+    SOURCE_SHORT = "source_short"
     REVOKED = "revoked"
     QUEUE_TIMEOUT = "queue_timeout"
 
@@ -100,6 +101,7 @@ _DECLINES = frozenset(
         Reason.EPOCH_CHANGED,
         Reason.OFFER_ABANDONED,
         Reason.OFFER_GIVEN_UP,
+        Reason.SOURCE_SHORT,
         Reason.REVOKED,
         Reason.QUEUE_TIMEOUT,
     }

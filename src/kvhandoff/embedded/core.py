@@ -51,6 +51,9 @@ from kvhandoff.engine.api import KVHooks
 
 logger = logging.getLogger(__name__)
 
+_SHORT_AGAIN_S = 0.5
+"""Seconds after which an idle engine that is short of blocks says so again (`events.MemoryShort`)."""
+
 
 class EngineCore:
     """Implements `Engine`: continuous batching of requests over one `ModelRunner`.
@@ -89,6 +92,7 @@ class EngineCore:
         self._counts: dict[str, int] = {}
 
         self._thread: Thread | None = None
+        self._short = False  # whether the last plan lacked blocks
         self._publish_counts()
 
     @property
@@ -193,9 +197,11 @@ class EngineCore:
             busy = False
             while True:
                 with self._wake:
-                    # All that can happen to an idle engine comes through the inbox: no timeout is needed.
+                    # All that can happen to an idle engine comes through the inbox. One that is short of
+                    # blocks looks again all the same, to say that it still is.
                     while not (busy or self._inbox or self._closing):
-                        self._wake.wait()
+                        if not self._wake.wait(_SHORT_AGAIN_S if self._short else None):
+                            break
                     if self._closing:
                         break
                 busy = self.step()
@@ -233,11 +239,13 @@ class EngineCore:
     def step(self) -> bool:
         """Take up what came in, run the model once, give out the tokens. For the engine thread only.
 
-        Returns whether the model ran; if not, nothing changes until something new comes in.
+        Returns whether the model ran; if not, nothing changes until something new comes in, save how long the
+        engine has been short of blocks.
         """
         self._take_inbox()
         plan = self._scheduler.plan(self._clock())
         self._publish_counts()
+        self._short = plan.short > 0
         self._outlet.tell_plan(plan)
         if not plan.chunks:
             self._check_progress()

@@ -87,7 +87,8 @@ class Retained:
 @dataclass(frozen=True, slots=True)
 class MemoryShort:
     """The engine lacks blocks for a request that waits: retained offers are given up, least recently used
-    first, until at least so many blocks are free or none is left."""
+    first, until at least so many blocks are free or none is left; after `short_s` also offers whose
+    destinations queue. Told anew at each step, twice a second at least, as long as it lasts."""
 
     blocks: int
 

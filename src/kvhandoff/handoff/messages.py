@@ -92,6 +92,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
     seq: int
     """Counts this read's claims. The answer repeats it, so that the reader counts the lease from the sending
     of the very message that was answered."""
+    queued: bool
+    """The reader has no blocks yet, and so has posted nothing; as soon as that changes, another claim says
+    so. Tells a source that is short of memory whom it harms least: no permission rests on it."""
 
 
 class ClaimGranted(msgspec.Struct, frozen=True, kw_only=True, tag="claim_granted"):

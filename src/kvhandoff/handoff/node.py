@@ -94,7 +94,7 @@ class HandoffNode:
             case ev.Retained():
                 return self.offers.retain(now, event)
             case ev.MemoryShort():
-                return self.offers.memory_short(event.blocks)
+                return self.offers.memory_short(now, event.blocks)
             case ev.Withdrawn():
                 return self.offers.withdrawn(event.offer)
             case ev.ReadWanted():

@@ -4,10 +4,23 @@ An offer is a prompt's blocks, kept for a handoff. That of a push grows while th
 a turn left behind for the next one is *retained*, read any number of times, and given up when memory is
 short.
 
+Two engines may wait for each other: one's memory is full of offers whose destinations queue at the other,
+and the other's of blocks for prompts, or of turns for loads, that queue at the first. So a source whose
+memory has been short for `short_s` without a break gives up offers whose destinations all say that they queue
+("short for long"). What they say only chooses whom to give up, and may be out of date; it frees nothing. As
+with any offer that closes, the blocks are freed when every pin has ended, and each end is safe, whatever was
+lost or comes late:
+
+- a claim's lease, counted from the last answer: its reader counts from before it asked, and trusts no longer;
+- a release: the reader has dropped the load before it sent this, and uses nothing that lands later. It is a
+  declined reader's last word; so it takes until the next renewal, a third of a lease, if nothing is lost;
+- a grant's end: it named no blocks, so that nothing was written under it.
+
 Rules of docs/protocol.md upheld here: *no use after free* for blocks a peer may read or a write reads from:
 `_free` is the only way out of the ledger, and it runs only when no pin's lease is running and no write is in
-flight; *no leak*: every offer has a lease that ends by itself, or an engine that computes it; *salts never
-mix*: a claim is answered by comparing chains, whose roots hold the salt.
+flight; *no wait without a deadline* between engines that are short: `memory_short`; *no leak*: every offer
+has a lease that ends by itself, or an engine that computes it; *salts never mix*: a claim is answered by
+comparing chains, whose roots hold the salt.
 
     state     event                                effect                       next
     --------  -----------------------------------  ---------------------------  --------------------------
@@ -47,6 +60,9 @@ mix*: a claim is answered by comparing chains, whose roots hold the salt.
     PINNED    withdrawn                            -                            CLOSING
     PINNED    memory short, retained               noted: offer_given_up        CLOSING
     PINNED    memory short, not retained           -                            PINNED
+    PINNED    short for long, all queue            noted: source_short          CLOSING
+    PINNED    short for long, all queue by grants  noted: source_short, free    ENDED
+    PINNED    short for long, one does not queue   -                            PINNED
     PINNED    fixed time over                      noted: offer_expired         CLOSING
     PINNED    last pin's lease over                noted: lease_lapsed          OPEN or RETAINED
     PINNED    last pin's and own lease over        noted: lease_lapsed, noted:  ENDED
@@ -94,6 +110,8 @@ class Pin:
     """When its lease ends, on the source's own clock."""
     last_seq: int
     """Its latest claim's, or the grant's number: a release that names a smaller one came late."""
+    queued: bool
+    """Whether the destination has no blocks to fill yet: that claim says so, or that grant names none."""
 
 
 @dataclass(slots=True)
@@ -120,6 +138,26 @@ class Offer:
     def complete(self) -> bool:
         return self.completed_at is not None
 
+    @property
+    def queued_for(self) -> bool:
+        """Whether somebody wants it, and none of those who do has blocks to fill."""
+        return bool(self.pins) and not self.writing and all(pin.queued for pin in self.pins.values())
+
+
+@dataclass(slots=True)
+class _Shortage:
+    """How long the engine has lacked blocks."""
+
+    began: float = -math.inf
+    told: float = -math.inf
+
+    def lasts(self, now: float) -> float:
+        """The engine says it again: seconds since it began, without a break."""
+        if now > self.told + _BREAK_S:
+            self.began = now
+        self.told = now
+        return now - self.began
+
 
 class OfferLedger:
     """All offers of one engine. Time comes in with each call, in seconds of the engine's own clock."""
@@ -128,6 +166,7 @@ class OfferLedger:
         self._settings = settings
         self._offers: dict[HandoffKey, Offer] = {}
         self._ended: dict[HandoffKey, Reason] = {}
+        self._shortage = _Shortage()
 
     def blocks(self) -> list[int]:
         """Every block under an offer, once per offer that holds it."""
@@ -215,17 +254,26 @@ class OfferLedger:
         )
         return []
 
-    def memory_short(self, blocks: int) -> list[Effect]:
-        """Give up retained offers, least recently used first, those that nobody reads before the others: at
-        least `blocks` blocks' worth, as far as there are."""
+    def memory_short(self, now: float, blocks: int) -> list[Effect]:
+        """Give up offers, at least `blocks` blocks' worth, as far as there are: retained ones, least recently
+        used first, those that nobody reads before the others; and when memory has been short for `short_s`,
+        those whose destinations all queue, oldest first. What closing offers still hold is on its way: as
+        much less is taken from readers."""
+        lasts = self._shortage.lasts(now)
+        living = [(key, o) for key, o in self._offers.items() if o.complete and o.closing is None]
+        retained = [(key, o) for key, o in living if o.retention]
+        retained.sort(key=lambda item: (bool(item[1].pins), item[1].used_at))
+        queued = [(key, o) for key, o in living if not o.retention and o.queued_for]
+        queued.sort(key=lambda item: item[1].completed_at or 0.0)
+        coming = sum(len(o.blocks) for o in self._offers.values() if o.closing is not None)
         effects: list[Effect] = []
-        retained = [(key, o) for key, o in self._offers.items() if o.retention and o.closing is None]
-        for key, offer in sorted(retained, key=lambda item: (bool(item[1].pins), item[1].used_at)):
-            if blocks <= 0:
+        for key, offer in [*retained, *(queued if lasts >= self._settings.short_s else ())]:
+            if blocks <= (coming if offer.pins else 0):
                 break
             blocks -= len(offer.blocks)
-            effects.append(Noted(key, Reason.OFFER_GIVEN_UP, f"{len(offer.blocks)} blocks, memory is short"))
-            effects += self._close(key, offer, Reason.OFFER_GIVEN_UP)
+            why = Reason.OFFER_GIVEN_UP if offer.retention else Reason.SOURCE_SHORT
+            effects.append(Noted(key, why, f"{len(offer.blocks)} blocks, memory is short"))
+            effects += self._close(key, offer, why)
         return effects
 
     def withdrawn(self, key: HandoffKey) -> list[Effect]:
@@ -255,7 +303,7 @@ class OfferLedger:
         matched = offer.chain.common_tokens(claim.chain) if claim.chain.is_well_formed() else 0
         if matched == 0:
             return decline(Reason.CHAIN_MISMATCH)
-        self.pin(now, offer, reader, claim.seq)
+        self.pin(now, offer, reader, claim.seq, queued=claim.queued)
         answer = ClaimGranted(
             offer=claim.offer,
             reader=claim.reader,
@@ -283,11 +331,12 @@ class OfferLedger:
 
     # ------------------------------------------------------------------------------- the write ledger's
 
-    def pin(self, now: float, offer: Offer, reader: Reader, seq: int) -> None:
-        """Keep an offer for one lease from now."""
+    def pin(self, now: float, offer: Offer, reader: Reader, seq: int, *, queued: bool) -> None:
+        """Keep an offer for one lease from now. `queued`: as of `seq`, which may come after a later one."""
         known = offer.pins.get(reader)
-        last = seq if known is None else max(seq, known.last_seq)
-        offer.pins[reader] = Pin(now + self._settings.claim_lease_s, last)
+        if known is not None and seq < known.last_seq:
+            seq, queued = known.last_seq, known.queued
+        offer.pins[reader] = Pin(now + self._settings.claim_lease_s, seq, queued)
         self._use(now, offer)
 
     def unpin(self, now: float, key: HandoffKey, reader: Reader) -> list[Effect]:
@@ -354,7 +403,10 @@ class OfferLedger:
             del self._ended[next(iter(self._ended))]
 
 
-_NO_RENEWAL = (Reason.OFFER_GIVEN_UP, Reason.OFFER_EXPIRED)
+_BREAK_S = 1.0
+"""Seconds without a word of the shortage after which another one begins: engines say it twice a second."""
+
+_NO_RENEWAL = (Reason.OFFER_GIVEN_UP, Reason.SOURCE_SHORT, Reason.OFFER_EXPIRED)
 """Why an offer closes although its readers would go on: they are told at their next renewal."""
 
 

@@ -14,7 +14,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     WAITING  another life is up                        miss: epoch_changed, release       (none)
     WAITING  peer unusable                             miss: why, release                 (none)
     WAITING  deadline                                  miss: peer_unreachable, release    (none)
-    WAITING  declined                                  miss: why                          (none)
+    WAITING  declined                                  miss: why, release                 (none)
     WAITING  dropped                                   release                            (none)
     WAITING  connection broke, or its life over        miss: why                          (none)
     ASKED    retry due                                 send claim                         ASKED
@@ -25,7 +25,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     ASKED    granted, bytes in while trusted           loaded, release                    (none)
     ASKED    granted, bytes in too late                miss: lease_lapsed, free, release  (none)
     ASKED    deadline                                  miss: claim_timeout, release       (none)
-    ASKED    declined                                  miss: why                          (none)
+    ASKED    declined                                  miss: why, release                 (none)
     ASKED    dropped                                   release                            (none)
     ASKED    connection broke, or its life over        miss: why                          (none)
     ASKED    another transfer failed, none in flight   miss: peer_lost                    (none)
@@ -34,7 +34,7 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     GRANTED  granted, other blocks                     miss: bad_reference, release       (none)
     GRANTED  answer that was had before                -                                  GRANTED
     GRANTED  trust over, bytes not in                  miss: lease_lapsed, release        (none)
-    GRANTED  declined                                  miss: why                          (none)
+    GRANTED  declined                                  miss: why, release                 (none)
     GRANTED  dropped                                   release                            (none)
     GRANTED  connection broke, or its life over        miss: why                          (none)
     GRANTED  another transfer failed, none in flight   miss: peer_lost                    (none)
@@ -42,11 +42,14 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     transfer     event                                  effect                              next
     -----------  -------------------------------------  ----------------------------------  -----------
     (none)       allocated                              free                                (none)
-    NO_BLOCKS    allocated, nothing to read yet         -                                   READY
-    NO_BLOCKS    allocated, a read may begin            post the read                       POSTED
+    NO_BLOCKS    allocated, no peer yet                 -                                   READY
+    NO_BLOCKS    allocated, nothing to read yet         send claim                          READY
+    NO_BLOCKS    allocated, a read may begin            post the read, send claim           POSTED
+    NO_BLOCKS    allocated, nothing to gain             miss: why, free, release            (none)
     NO_BLOCKS    allocated, too many or none to fill    ValueError                          NO_BLOCKS
     NO_BLOCKS    no blocks in time                      miss: queue_timeout, release        (none)
-    NO_BLOCKS    declined, or the source is gone        miss: why                           (none)
+    NO_BLOCKS    declined                               miss: why, release                  (none)
+    NO_BLOCKS    the source is gone                     miss: why                           (none)
     NO_BLOCKS    dropped                                release                             (none)
     NO_BLOCKS    claim's deadline, or trust over        miss: why, release                  (none)
     READY        peer is up, and a read may begin       send claim, post the read           POSTED
@@ -58,7 +61,8 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
     READY        granted, blocks that are none          miss: bad_reference, free, release  (none)
     READY        granted, source owes an overdue fence  miss: peer_unreachable, free,       (none)
                                                         release
-    READY        declined, or the source is gone        miss: why, free                     (none)
+    READY        declined                               miss: why, free, release            (none)
+    READY        the source is gone                     miss: why, free                     (none)
     READY        dropped                                free, release                       (none)
     READY        claim's deadline                       miss: why, free, release            (none)
     POSTED       landed, claim not granted yet          -                                   LANDED
@@ -68,10 +72,12 @@ right ones (*claim*). Each has its own states; the read ends when both are in, o
                                                         release
     POSTED       granted                                -                                   POSTED
     POSTED       deadline                               miss: read_timeout, release         QUARANTINED
-    POSTED       declined, or the source is gone        miss: why                           QUARANTINED
+    POSTED       declined                               miss: why, release                  QUARANTINED
+    POSTED       the source is gone                     miss: why                           QUARANTINED
     POSTED       dropped                                release                             QUARANTINED
     POSTED       claim's deadline, or trust over        miss: why, release                  QUARANTINED
-    LANDED       declined, or the source is gone        miss: why, free                     (none)
+    LANDED       declined                               miss: why, free, release            (none)
+    LANDED       the source is gone                     miss: why, free                     (none)
     LANDED       dropped                                free, release                       (none)
     LANDED       claim's deadline                       miss: why, free, release            (none)
     LANDED       granted                                loaded, release                     (none)
@@ -86,7 +92,7 @@ allocated.
 "A read may begin" when its claim is granted; before that, when the offer is described as the request's own
 chain and no fence of an earlier read is owed. What a read has landed counts while its claim is trusted: until
 (its asking + lease − margin). Where there are fewer blocks than the chain has, what matches beyond them is
-neither read nor loaded.
+neither read nor loaded. A read without blocks is queued; each claim says whether it is.
 
 Rules of docs/protocol.md upheld here: *right KV or none*: `_resolve` is the only place that says `Loaded`;
 *no use after free* of one's own targets: `_let_go` frees only what no posted transfer can still reach;
@@ -245,7 +251,11 @@ class ReadLedger:
             allowed = f"more than are cached, and at most the chain's {read.chain.n_blocks}"
             raise ValueError(f"load {read.key}: got {got}, allowed are {allowed}")
         read.blocks, read.cached_blocks = event.blocks, event.cached_blocks
-        return self._post(now, read)
+        effects = self._post(now, read)
+        if read.seq == 0 or read.key not in self._reads:
+            return effects
+        read.retry_s = self._settings.retry_s
+        return [*effects, self._claim(now, read)]  # it is queued no more
 
     def dropped(self, now: float, key: HandoffKey, *, done: bool) -> list[Effect]:
         """The request ended, or needs no KV."""
@@ -320,11 +330,13 @@ class ReadLedger:
         return [*self._post(now, read), *self._resolve(now, read)]
 
     def declined(self, now: float, sender: Identity, answer: ClaimDeclined) -> list[Effect]:
-        """The offer is gone, or never stood for this request."""
+        """The offer is gone or given up, or never stood for this request. The release is the reader's word
+        that it uses nothing more, whatever it was granted: what lands from here on is only a fence."""
         read = self._reads.get(answer.reader)
         if read is None or (sender, answer.offer) != (read.offer.source, read.offer.key):
             return []
-        return self._miss(now, read, answer.reason, f"declined by {sender}", tell=False)
+        missed = self._miss(now, read, answer.reason, f"declined by {sender}", tell=False)
+        return [*missed, self._release(read, done=False)]
 
     def tick(self, now: float) -> list[Effect]:
         """Send again, renew, give up: whatever is due."""
@@ -356,7 +368,13 @@ class ReadLedger:
         read.asked_at[read.seq] = now
         read.next_claim = now + read.retry_s
         read.retry_s *= 2
-        claim = Claim(offer=read.offer.key, reader=read.key, chain=read.chain, seq=read.seq)
+        claim = Claim(
+            offer=read.offer.key,
+            reader=read.key,
+            chain=read.chain,
+            seq=read.seq,
+            queued=read.blocks is None,
+        )
         return Send(read.offer.control_address, read.offer.source, claim)
 
     def _post(self, now: float, read: _Read) -> list[Effect]:
@@ -425,7 +443,7 @@ class ReadLedger:
         self, now: float, read: _Read, reason: Reason, detail: str, *, tell: bool = True
     ) -> list[Effect]:
         """Nothing can be used. The request hears of it before its target blocks are freed: until then they
-        are its own. The source is told, unless it said so itself or is gone."""
+        are its own. The source is told with `done`, unless it said so itself or is gone."""
         del self._reads[read.key]
         effects = [Missed(read.key, reason, detail), *self._let_go(now, read)]
         return [*effects, self._release(read, done=True)] if tell else effects

@@ -27,6 +27,9 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 300.0
     """A load that has no blocks by then is given up, so that two engines whose queues hold each other's
     blocks don't wait for ever: recompute when there are blocks."""
+    short_s: float = 5.0
+    """An engine that has lacked blocks for so long, without a break, gives up offers whose destinations queue
+    for blocks themselves: it may be that each waits for the other. Those requests recompute."""
     retry_s: float = 0.1
     """First wait before an unanswered message is sent again; doubles each time."""
     rendezvous_s: float = 5.0

@@ -288,7 +288,8 @@ class WriteLedger:
         if offer is None or offer.closing is not None:
             return []  # `advance` ends it
         grant.pinned = True
-        self._offers.pin(now, offer, (grant.grantee, grant.reader), grant.number)
+        queued = grant.spans is None
+        self._offers.pin(now, offer, (grant.grantee, grant.reader), grant.number, queued=queued)
         if grant.in_flight and now > grant.oldest_post + self._settings.write_s:
             return []  # no sign of life: the destination gives it up in its time
         progress = Progress(

@@ -16,6 +16,7 @@ from tests.handoff.tables.scene import (
     BLOCKS,
     CHAIN,
     FOREIGN,
+    GRANTED_SPANS,
     LOAD,
     OFFER,
     OTHER_LOAD,
@@ -261,7 +262,67 @@ def given_up_while_read(s: Offers) -> ev.Event:
 
 @row("PINNED", "memory short, not retained")
 def never_given_up(s: Offers) -> ev.Event:
-    s.pinned()
+    s.open()
+    s.do(s.claim(queued=True))
+    return ev.MemoryShort(1)
+
+
+@row("PINNED", "short for long, all queue", others=False)
+@row("PINNED", "short for long, all queue", others=True)
+def waits_for_each_other(s: Offers, *, others: bool) -> ev.Event:
+    s.open()
+    # Pins are renewed once, in time for the shortage to become a long one.
+    s.do(s.claim(queued=True))
+    s.wait(1.0)
+    last = s.short_for_long()
+    s.do(s.claim(seq=3, queued=True))
+    if others:
+        s.do(s.claim(OTHER_LOAD, seq=4, queued=True))
+    return last
+
+
+@row("PINNED", "short for long, all queue by grants")
+def pushes_wait_for_each_other(s: Offers) -> ev.Event:
+    s.open()
+    s.do(s.got(grant(), D))
+    last = s.short_for_long()
+    s.do(s.got(grant(), D))
+    return last
+
+
+@row("PINNED", "short for long, one does not queue", how="reads")
+@row("PINNED", "short for long, one does not queue", how="another reads")
+@row("PINNED", "short for long, one does not queue", how="said so before")
+@row("PINNED", "short for long, one does not queue", how="is written to")
+def somebody_reads(s: Offers, how: str) -> ev.Event:
+    s.open()
+    last = s.short_for_long()
+    if how == "is written to":
+        s.acquaint(D)
+        s.do(s.got(grant(spans=GRANTED_SPANS), D))
+        return last
+    s.do(s.claim(queued=how != "reads"))
+    if how == "another reads":
+        s.do(s.claim(OTHER_LOAD))
+    if how == "said so before":
+        s.do(s.claim(seq=4))
+        s.do(s.claim(seq=3, queued=True))
+    return last
+
+
+@row("PINNED", "memory short, not retained", seconds=SETTINGS.short_s - 0.5)
+@row("PINNED", "memory short, not retained", seconds=SETTINGS.short_s + 1.0)
+def short_with_a_break(s: Offers, seconds: float) -> ev.Event:
+    """Not for long enough, or twice, with nothing said of it for more than a second between."""
+    s.open()
+    s.do(ev.MemoryShort(1))
+    end = s.now + seconds
+    while s.now < end:
+        s.wait(0.5)
+        if seconds < SETTINGS.short_s or s.now < end - 1.0:
+            s.do(ev.MemoryShort(1))
+    s.do(s.claim(queued=True))
+    s.wait(0.1)
     return ev.MemoryShort(1)
 
 
@@ -298,15 +359,17 @@ def renewed_while_closing(s: Offers) -> ev.Event:
     return s.claim()
 
 
-@row("CLOSING", "the same, given up or expired", Reason.OFFER_GIVEN_UP, short=True)
-@row("CLOSING", "the same, given up or expired", Reason.OFFER_EXPIRED, short=False)
-def not_renewed(s: Offers, *, short: bool) -> ev.Event:
-    if short:
-        given_up_while_read(s)
-        s.do(ev.MemoryShort(1))
-    else:
-        s.do(fixed_time_over(s))
-    return s.claim()
+@row("CLOSING", "the same, given up or expired", Reason.OFFER_GIVEN_UP, end=given_up_while_read)
+@row(
+    "CLOSING",
+    "the same, given up or expired",
+    Reason.SOURCE_SHORT,
+    end=partial(waits_for_each_other, others=False),
+)
+@row("CLOSING", "the same, given up or expired", Reason.OFFER_EXPIRED, end=fixed_time_over)
+def not_renewed(s: Offers, end: Callable[[Offers], ev.Event]) -> ev.Event:
+    s.do(end(s))
+    return s.claim(seq=9)
 
 
 @row("CLOSING", "claim of another reader", Reason.OFFER_WITHDRAWN)
@@ -352,6 +415,7 @@ def grown_while_closing(s: Offers, event: ev.Event) -> ev.Event:
 @row("ENDED", "claim", Reason.OFFER_CONSUMED, end=consumed)
 @row("ENDED", "claim", Reason.OFFER_EXPIRED, end=expired)
 @row("ENDED", "claim", Reason.OFFER_GIVEN_UP, end=given_up)
+@row("ENDED", "claim", Reason.SOURCE_SHORT, end=pushes_wait_for_each_other)
 @row("ENDED", "claim", Reason.OFFER_WITHDRAWN, end=last_released)
 def late_claim(s: Offers, end: Callable[[Offers], ev.Event]) -> ev.Event:
     s.do(end(s))

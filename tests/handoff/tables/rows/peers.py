@@ -142,7 +142,7 @@ def one_failed(s: Peers) -> ev.Event:
     s.do(
         s.got(
             msg.ClaimGranted(
-                offer=OFFER, reader=OTHER_LOAD, seq=2, matched_tokens=12, spans=SPANS, lease_s=5.0
+                offer=OFFER, reader=OTHER_LOAD, seq=3, matched_tokens=12, spans=SPANS, lease_s=5.0
             ),
             P,
         )

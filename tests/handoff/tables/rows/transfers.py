@@ -27,6 +27,20 @@ row = partial(table.row, "reads.transfer")
 # ------------------------------------------------------------------------------- transfer: to the posting
 
 
+@row("NO_BLOCKS", "allocated, no peer yet")
+def allocated_without_a_peer(s: Transfers) -> ev.Event:
+    s.waiting()
+    return s.probe(ev.LoadAllocated)
+
+
+@row("NO_BLOCKS", "allocated, nothing to gain", Reason.ALREADY_CACHED, min_tokens=1)
+@row("NO_BLOCKS", "allocated, nothing to gain", Reason.RETURN_TOO_SHORT, min_tokens=8)
+def allocated_in_vain(s: Transfers, min_tokens: int) -> ev.Event:
+    s.asked(HISTORY, min_tokens=min_tokens)
+    s.do(s.granted(matched=4 if min_tokens == 1 else 8))
+    return ev.LoadAllocated(LOAD, TARGETS, 1)
+
+
 @row("NO_BLOCKS", "allocated, nothing to read yet", blocks=3, cached=0)
 @row("NO_BLOCKS", "allocated, nothing to read yet", blocks=2, cached=1)
 def allocated(s: Transfers, blocks: int, cached: int) -> ev.Event:
@@ -181,8 +195,9 @@ CLAIM_FAILS: tuple[tuple[Kind, Reason], ...] = (
 def each_failure(arrange: Callable[..., ev.Event]) -> Callable[..., ev.Event]:
     for at in ("NO_BLOCKS", "READY", "POSTED", "LANDED"):
         for event, why in CLAIM_FAILS:
+            said = "declined" if event is msg.ClaimDeclined else "the source is gone"
             if (at, event) != ("POSTED", ev.ReadFailed):
-                row(at, "declined, or the source is gone", why, event=event)(arrange)
+                row(at, said, why, event=event)(arrange)
     return arrange
 
 

@@ -17,6 +17,7 @@ from tests.handoff.tables.scene import (
     NUMBER,
     OFFER,
     OTHER_LOAD,
+    SETTINGS,
     D,
     Kind,
     P,
@@ -119,8 +120,23 @@ class Offers(Scene):
     def ended(self) -> None:
         self.do(ev.Withdrawn(OFFER))
 
-    def claim(self, reader: HandoffKey = LOAD, chain: TokenChain = CHAIN) -> ev.Event:
-        return self.got(msg.Claim(offer=OFFER, reader=reader, chain=chain, seq=2), D)
+    def claim(
+        self,
+        reader: HandoffKey = LOAD,
+        chain: TokenChain = CHAIN,
+        *,
+        seq: int = 2,
+        queued: bool = False,
+    ) -> ev.Event:
+        return self.got(msg.Claim(offer=OFFER, reader=reader, chain=chain, seq=seq, queued=queued), D)
+
+    def short_for_long(self, blocks: int = 1) -> ev.Event:
+        """Memory has been short all the while, and is when the event comes."""
+        end = self.now + SETTINGS.short_s
+        while self.now < end:
+            self.do(ev.MemoryShort(blocks))
+            self.wait(min(0.5, end - self.now))
+        return ev.MemoryShort(blocks)
 
     def release(self, reader: HandoffKey = LOAD, *, done: bool, seq: int = 2) -> ev.Event:
         return self.got(msg.Release(offer=OFFER, reader=reader, seq=seq, done=done), D)
