@@ -647,6 +647,26 @@ def test_a_request_that_vllm_refuses_for_its_own_cached_beginning_gets_room() ->
     e.at_rest()
 
 
+def test_a_prompt_that_waits_for_what_is_under_plain_offers_is_told_of_at_each_step() -> None:
+    """Only the handoff side knows whether anybody comes for them."""
+    e = engine(blocks=6)
+    e.run(e.add(list(range(20)), signed("prefill"), max_tokens=1))
+    e.handoff.run()
+    offered = sum(len(lent.blocks) for lent in e.handoff.lent.values())
+    assert e.pool.get_num_free_blocks() == e.pool.num_gpu_blocks - 1 - offered  # the first one is nobody's
+    prompt = list(range(100, 112))
+    request = e.add(prompt, max_tokens=1)
+    for _ in range(4):
+        before = len(e.called("memory_short"))
+        e.vllm.step()
+        assert len(e.called("memory_short")) == before + 1
+        e.handoff.tasks.clear()  # they are not given up
+    assert e.handoff.lent
+    e.handoff.give_up()
+    assert e.run(request).output_token_ids == alone(prompt, 1)
+    e.at_rest()
+
+
 def test_kept_turns_are_given_up_before_a_request_is_preempted() -> None:
     e = engine(blocks=10)
     e.run(e.add(list(range(12)), signed("local", retain="renewable"), max_tokens=5))
