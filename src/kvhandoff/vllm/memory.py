@@ -1,5 +1,5 @@
-"""When vLLM lacks blocks: what is merely kept for a next turn is given back, and what is only queued for, when
-the lack lasts.
+"""When vLLM lacks blocks: what is merely kept for a next turn is given back, and what others only queue for
+when the lack lasts.
 
 vLLM doesn't say that it lacks any. It shows in a step's plan: a waiting request that was looked at and not
 placed, one that has a beginning and doesn't go on, or fewer free blocks than requests that run and may each
