@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from kvhandoff.core.errors import KVHandoffError
+from kvhandoff.web import free_port
 
 Result = TypeVar("Result")
 
@@ -135,14 +135,6 @@ def run_to_the_end(main: Coroutine[Any, Any, Result]) -> Result:
         raise SystemExit(128 + signal.SIGTERM) from error
     except EngineFailed as error:
         raise SystemExit(str(error)) from error
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

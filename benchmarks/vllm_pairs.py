@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.vllm_engines import EngineSpec, Running, VllmSettings, engines, free_port
+from benchmarks.vllm_engines import EngineSpec, Running, VllmSettings, engines
 from kvhandoff.cli.children import Child
 from kvhandoff.cli.common import CLUSTER_KEY_ENV
+from kvhandoff.web import free_port
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import random
 import re
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -26,6 +28,8 @@ handlers never get there; see `errors`."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Result = TypeVar("Result")
+
+_LATER_PORTS = range(15_000, 32_768)
 
 CLIENT_LEFT = 499
 """The status of a request whose client left; nobody receives it."""
@@ -63,6 +67,21 @@ def _field_out_of_range(raw: bytes) -> str:
         except msgspec.ValidationError:
             return name
     return ""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens at now, for a server that starts later. It is not of those that the system
+    gives to outgoing connections (32768 and up), one of which could have it by then. Raises OSError."""
+    for port in random.sample(_LATER_PORTS, 64):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, f"no free port on {host} was found from {_LATER_PORTS}")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import msgspec
 
 from kvhandoff.core.ids import EngineId, Epoch, Identity
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
+from kvhandoff.web import free_port
 from tests.vllm.environment import Environment
 
 Role = Literal["prefill", "decode"]
@@ -50,14 +50,6 @@ _CPU_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 _KEPT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "UCX_TLS", "LANG")
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @dataclass

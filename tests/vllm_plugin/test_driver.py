@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import urllib.error
 import urllib.request
@@ -23,6 +22,7 @@ from kvhandoff.transport.api import TransportError
 from kvhandoff.vllm.driver import Driver
 from kvhandoff.vllm.scheduler_half import SchedulerHalf
 from kvhandoff.vllm.settings import CLUSTER_KEY_ENV, ExtraConfig, PluginSettings
+from kvhandoff.web import free_port
 from tests.vllm_plugin.fake_handoff import descriptor
 from tests.vllm_plugin.fake_vllm import BLOCK, FakePool, FakeRequest, FakeScheduler, alone
 
@@ -60,13 +60,6 @@ class FakeMover:
     def close(self, timeout: float = 5.0) -> bool:
         self.closed = True
         return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @dataclass

@@ -11,9 +11,10 @@ import typer
 
 from kvhandoff.cli.children import Child
 from kvhandoff.cli.router import MissOption
-from kvhandoff.cli.vllm_engine import VllmEngine, free_port
+from kvhandoff.cli.vllm_engine import VllmEngine
 from kvhandoff.cli.vllm_machine import engine_environment
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.web import free_port
 
 DEFAULT_MODEL = "smollm2"
 

@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import typer
 from kvhandoff.cli.common import Level, Lifeline, LogLevel, check_port, set_up_logging, stop_event
 from kvhandoff.cli.engine import Role
 from kvhandoff.core.errors import ConfigError, KVHandoffError
+from kvhandoff.web import free_port
 
 HOST = "127.0.0.1"
 END_S = 6.0
@@ -81,14 +81,6 @@ class VllmEngine:
             *self.arguments,
             *("--host", HOST, "--port", str(self.port), "--kv-transfer-config", json.dumps(transfer)),
         ]
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def vllm_engine(
