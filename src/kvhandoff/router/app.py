@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-import aiohttp
 from aiohttp import web
 
 from kvhandoff.core.clock import Clock, monotonic
@@ -24,13 +23,12 @@ from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.records import Draft, Records
 from kvhandoff.router.relay import Relay
+from kvhandoff.router.session import engine_session
 from kvhandoff.web import Server, errors, json_response, read_body
 from kvhandoff.web import serve as listen
 
 log = logging.getLogger(__name__)
 
-_KEEP_IDLE_S = 15.0
-"""Idle connections to engines are kept this long, well below what engines keep theirs."""
 _LEG_POLL_S = 0.02
 """Between two looks for an engine's account that is about to come in."""
 _MAX_ORDER_BYTES = 4096
@@ -72,15 +70,7 @@ class Front:
 
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.timeouts.connect_s)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
-        async with aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            auto_decompress=False,
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        ) as session:
+        async with engine_session(self._config.timeouts.connect_s) as session:
             self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs)
             admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
             self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)

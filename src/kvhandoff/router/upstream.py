@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
-import aiohttp
 from aiohttp import web
 
 from kvhandoff.core.clock import Clock, monotonic
@@ -18,14 +17,12 @@ from kvhandoff.router.body import unknown_model
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.records import Records
+from kvhandoff.router.session import engine_session
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamFleet
 from kvhandoff.router.upstream_relay import UpstreamRelay
 from kvhandoff.web import Server, errors, json_response
 from kvhandoff.web import serve as listen
-
-_KEEP_IDLE_S = 15.0
-"""Idle connections to engines are kept this long, well below what engines keep theirs."""
 
 
 class UpstreamFront:
@@ -61,13 +58,7 @@ class UpstreamFront:
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         config = self._config
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s),
-            auto_decompress=False,
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        ) as session:
+        async with engine_session(config.timeouts.connect_s) as session:
             self._fleet = UpstreamFleet(
                 config.prefill, config.decode, session, config.timeouts, config.poll_interval_s
             )

@@ -1,0 +1,20 @@
+"""How the router's HTTP connections to engines are kept."""
+
+from __future__ import annotations
+
+import aiohttp
+
+_KEEP_IDLE_S = 15.0
+"""Idle connections to engines are kept this long, well below what engines keep theirs."""
+
+
+def engine_session(connect_s: float) -> aiohttp.ClientSession:
+    """A session for all engines: as many connections as there are legs, no time limits but for connecting
+    (each wait has its own), nothing unpacked, nothing taken from the environment or remembered."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+        auto_decompress=False,
+        trust_env=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
