@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import aiohttp
 
-_KEEP_IDLE_S = 15.0
-"""Idle connections to engines are kept this long, well below what engines keep theirs."""
+_KEEP_IDLE_S = 3.0
+"""Idle connections to engines are kept this long, well below what engines keep theirs: vLLM's server 5 s. One
+that the engine closes as a request goes out on it costs that request an attempt."""
 
 
 def engine_session(connect_s: float) -> aiohttp.ClientSession:
