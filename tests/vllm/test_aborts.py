@@ -16,7 +16,7 @@ import pytest
 
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import EngineState
-from tests.vllm.engines import VllmEngine, eventually
+from tests.vllm.engines import DEADLINE, VllmEngine, eventually
 from tests.vllm.marks import both, gqa
 from tests.vllm.pair import Pair, new_key
 
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SLOWLY: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
 """Of a prefill leg: its prompt's blocks are complete, and it goes on for a second before it offers them."""
+ENDLESSLY: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
+"""Of a prefill leg that will not come to its end: its client has several seconds to leave."""
 
 
 async def seen(pair: Pair, engine: VllmEngine, condition: Callable[[EngineState], bool]) -> None:
@@ -32,7 +34,7 @@ async def seen(pair: Pair, engine: VllmEngine, condition: Callable[[EngineState]
     async def holds() -> bool:
         return condition(await engine.state())
 
-    await eventually(holds, 20.0, pair.where)
+    await eventually(holds, DEADLINE, pair.where)
 
 
 @asynccontextmanager
@@ -124,7 +126,7 @@ async def test_leaves_while_the_prompt_is_computed(pair: Pair, push: bool) -> No
         if push:
             waits = asyncio.ensure_future(pair.decode_push(question.prompt, key=key))
             await seen(pair, pair.d, lambda state: state.blocks.granted > 0)
-        async with leaving(pair.prefill(question.prompt, key=key, push=push, **SLOWLY)):
+        async with leaving(pair.prefill(question.prompt, key=key, push=push, **ENDLESSLY)):
             await seen(pair, pair.p, lambda state: state.running > 0)
         if push:
             assert (await waits).token_ids == question.expected

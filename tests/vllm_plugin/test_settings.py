@@ -8,7 +8,7 @@ import pytest
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import HandoffSettings
-from kvhandoff.vllm.settings import CLUSTER_KEY_ENV, ExtraConfig, check_version, plugin_settings
+from kvhandoff.vllm.settings import CLUSTER_KEY_ENV, DURATIONS, ExtraConfig, check_version, plugin_settings
 
 
 def vllm_config(**changes: Any) -> Any:
@@ -124,6 +124,7 @@ def test_refused_deployments(changes: dict[str, Any], message: str) -> None:
         ({"claim_lease_s": float("inf")}, "claim_lease_s: got inf, allowed is 0.1 to 2592000 seconds"),
         ({"retain_fixed_s": 1e308}, r"retain_fixed_s: got 1e\+308"),
         ({"retain_lease_s": float("nan")}, "retain_lease_s: got nan"),
+        ({"progress_s": 0.01}, "progress_s: got 0.01, allowed is 0.1 to 2592000 seconds"),
         ({"min_return_tokens": 0}, "min_return_tokens: got 0, allowed is 1 or more"),
         ({"control_port": 70000}, "control_port: got 70000, allowed is 0 to 65535"),
         ({"backend_options": {"x": 1}}, r"Expected `str`, got `int`.*backend_options"),
@@ -142,10 +143,8 @@ def test_hosts(host: str) -> None:
 
 
 def test_durations_reach_the_protocol() -> None:
-    extra = ExtraConfig(offer_lease_s=3.0, claim_lease_s=2.0, retain_lease_s=9.0, retain_fixed_s=8.0)
-    assert extra.handoff == HandoffSettings(
-        offer_lease_s=3.0, claim_lease_s=2.0, retain_lease_s=9.0, retain_fixed_s=8.0
-    )
+    given = {name: 3.0 + index for index, name in enumerate(DURATIONS)}
+    assert ExtraConfig(**given).handoff == HandoffSettings(**given)
     assert ExtraConfig().handoff == HandoffSettings()
 
 

@@ -22,8 +22,23 @@ CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
 SUPPORTED = ((0, 29), (0, 32))
 """The first and the last minor version of vLLM that this connector was made for."""
 
-LEASE_S = (0.1, 30 * 86400.0)
-"""The shortest and the longest lease. What nobody comes for is kept for that long."""
+DURATIONS = (
+    "offer_lease_s",
+    "claim_lease_s",
+    "retain_lease_s",
+    "retain_fixed_s",
+    "handshake_s",
+    "claim_s",
+    "read_s",
+    "rendezvous_s",
+    "progress_s",
+)
+"""The protocol's durations that an operator may set, by their names in `HandoffSettings`."""
+
+DURATION_S = (0.1, 30 * 86400.0)
+"""The shortest and the longest of them."""
+
+_USUAL = HandoffSettings()
 
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
@@ -48,22 +63,22 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The backend's own parameters, by NIXL's names."""
     lanes: int = NIXL_LANES
     """Transfers that run side by side, of each rank."""
-    offer_lease_s: float = HandoffSettings().offer_lease_s
-    claim_lease_s: float = HandoffSettings().claim_lease_s
-    retain_lease_s: float = HandoffSettings().retain_lease_s
-    retain_fixed_s: float = HandoffSettings().retain_fixed_s
+    offer_lease_s: float = _USUAL.offer_lease_s
+    claim_lease_s: float = _USUAL.claim_lease_s
+    retain_lease_s: float = _USUAL.retain_lease_s
+    retain_fixed_s: float = _USUAL.retain_fixed_s
+    handshake_s: float = _USUAL.handshake_s
+    claim_s: float = _USUAL.claim_s
+    read_s: float = _USUAL.read_s
+    rendezvous_s: float = _USUAL.rendezvous_s
+    progress_s: float = _USUAL.progress_s
     min_return_tokens: int = MIN_RETURN_TOKENS
     """With fewer to gain, a history is computed, not read."""
 
     @property
     def handoff(self) -> HandoffSettings:
         """The protocol's durations."""
-        return HandoffSettings(
-            offer_lease_s=self.offer_lease_s,
-            claim_lease_s=self.claim_lease_s,
-            retain_lease_s=self.retain_lease_s,
-            retain_fixed_s=self.retain_fixed_s,
-        )
+        return HandoffSettings(**{name: getattr(self, name) for name in DURATIONS})
 
     @property
     def plane(self) -> PlaneOptions:
@@ -135,8 +150,8 @@ def _extra(given: dict[str, Any]) -> ExtraConfig:
         raise ConfigError(f"kv_connector_extra_config: {error}; allowed are {names}") from error
     if not _is_one_host(extra.host):
         raise _refused("host", extra.host, "an address of this host that router and engines reach it at")
-    shortest, longest = LEASE_S
-    for name in ("offer_lease_s", "claim_lease_s", "retain_lease_s", "retain_fixed_s"):
+    shortest, longest = DURATION_S
+    for name in DURATIONS:
         if not shortest <= getattr(extra, name) <= longest:
             raise _refused(name, getattr(extra, name), f"{shortest:g} to {longest:.0f} seconds")
     if extra.min_return_tokens < 1:
