@@ -38,7 +38,7 @@ CHUNK = 64
 """Tokens of one step: prompts of a few hundred tokens are computed in several."""
 BLOCK = 32
 """Tokens of one block: the fewest that vLLM's CPU attention takes."""
-MAX_LEN = 2560
+MAX_LEN = 1024
 
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

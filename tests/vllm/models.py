@@ -56,7 +56,7 @@ class Model:
 TWO_RANKS = ("--tensor-parallel-size", "2")
 
 MODELS = {
-    "gqa": Model(gqa),
+    "gqa": Model(gqa, ("--max-model-len", "2560")),  # room for answers of several seconds
     # The one CPU backend for it that computes in float32; it takes whole prompts, and has no prefix cache.
     "mla": Model(mla, ("--attention-backend", "CPU_MLA"), prefix_cache=False),
     # Two ranks take four workers of 1.6 GB a pair, and half a minute for their first step.
