@@ -29,7 +29,7 @@ from kvhandoff.embedded.agent import EngineAgent
 from kvhandoff.embedded.api import EngineRequest, SamplingParams, SequenceStep
 from kvhandoff.embedded.core import EngineCore
 from kvhandoff.embedded.process import prepare, spare_collector
-from kvhandoff.engine.agent import EngineFacts
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.handoff.messages import OfferDescriptor
 from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.transport.api import Region

@@ -25,7 +25,7 @@ from kvhandoff.embedded.core import EngineCore
 from kvhandoff.embedded.runner import TorchRunner, load_runner
 from kvhandoff.embedded.server import create_app
 from kvhandoff.embedded.text import TextProcessor
-from kvhandoff.engine.agent import EngineFacts
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
 
+from kvhandoff.core.ids import HandoffId, HandoffKey
 from kvhandoff.core.layout import KVLayout
-from kvhandoff.engine.agent import EngineFacts, HandoffAgent
+from kvhandoff.engine.agent import HandoffAgent
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.handoff import events as ev
+from kvhandoff.handoff.tickets import BadTicket, Ticket, TicketKey
 
 DEADLINE_S = 20.0
 
@@ -114,7 +121,7 @@ async def test_calls_of_an_engine_behind_the_end_of_the_loop_are_dropped() -> No
     core: Any = FakeCore()
     mover: Any = FakeMover()
 
-    async def life() -> HandoffAgent:
+    async def life() -> HandoffAgent[Any]:
         made = HandoffAgent(facts, core, mover, b"key")
         await made.start()
         await made.close()
@@ -124,3 +131,34 @@ async def test_calls_of_an_engine_behind_the_end_of_the_loop_are_dropped() -> No
     made.memory_short(1)
     made.offer_abandoned("r")
     made.unbind_soon("r")
+
+
+async def test_of_several_threads_with_one_ticket_one_is_admitted(agent: Any) -> None:
+    """vLLM admits legs on its main thread, and the router's other orders come in on the driver's. Here each
+    thread has the same tickets, and switches come as often as they can."""
+    keys = [HandoffKey(HandoffId(f"h{n}"), 0) for n in range(1000)]
+    until = agent.clock() + 50.0
+    signed = [
+        TicketKey(b"key").sign(Ticket(leg="decode", audience=agent.me, not_after=until, key=key))
+        for key in keys
+    ]
+    together = Barrier(4)
+
+    def admitted() -> list[HandoffKey]:
+        found = []
+        for one in signed:
+            together.wait(DEADLINE_S)
+            try:
+                found.append(agent.admit(one).key)
+            except BadTicket:
+                continue
+        return found
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            each = [threads.submit(admitted) for _ in range(4)]
+    finally:
+        sys.setswitchinterval(interval)
+    assert Counter(key for found in each for key in found.result()) == Counter(keys)

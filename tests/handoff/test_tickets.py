@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,32 +27,6 @@ def test_each_leg_and_attempt_has_its_own_ticket() -> None:
     gate = TicketGate(KEY, ME)
     for one in (ticket(), ticket(leg="prefill"), ticket(key=HandoffKey(HandoffId("h"), 1))):
         assert gate.admit(KEY.sign(one), 1.0) == one
-
-
-def test_of_several_threads_with_one_ticket_one_is_admitted() -> None:
-    """Each thread has the same tickets, and switches come as often as they can."""
-    keys = [HandoffKey(HandoffId(f"h{n}"), 0) for n in range(1000)]
-    signed = [KEY.sign(ticket(key=key)) for key in keys]
-    gate, together = TicketGate(KEY, ME), Barrier(4)
-
-    def admitted() -> list[HandoffKey]:
-        found = []
-        for one in signed:
-            together.wait(10.0)
-            try:
-                found.append(gate.admit(one, 1.0).key)
-            except BadTicket:
-                continue
-        return found
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            each = [threads.submit(admitted) for _ in range(4)]
-    finally:
-        sys.setswitchinterval(interval)
-    assert Counter(key for found in each for key in found.result()) == Counter(keys)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.layout import KVLayout
-from kvhandoff.engine.agent import EngineFacts
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.vllm.rank_channel import RankHello
 from kvhandoff.vllm.settings import CLUSTER_KEY_ENV
 from kvhandoff.vllm.worker_half import LoadResults

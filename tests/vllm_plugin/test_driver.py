@@ -16,7 +16,7 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.engine import names
-from kvhandoff.engine.agent import EngineFacts
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.transport.api import TransportError
 from kvhandoff.vllm.driver import Driver

@@ -88,7 +88,7 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
     from kvhandoff.embedded.runner import load_runner
     from kvhandoff.embedded.server import create_app
     from kvhandoff.embedded.text import TextProcessor
-    from kvhandoff.engine.agent import EngineFacts
+    from kvhandoff.engine.facts import EngineFacts
     from kvhandoff.web import serve
 
     transport = choose_transport(config.transport)

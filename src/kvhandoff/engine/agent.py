@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any, Literal, NoReturn
-
-import msgspec
+from typing import Any, Generic, NoReturn, TypeVar
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
-from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_epoch
+from kvhandoff.core.ids import HandoffKey, Identity
 from kvhandoff.core.reasons import ReasonKind
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from kvhandoff.engine.api import EngineControl
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.engine.legs import KVLeg
 from kvhandoff.engine.loops import hand_over
 from kvhandoff.engine.metrics import EngineMetrics
@@ -36,41 +36,21 @@ from kvhandoff.transport.mover import BlockMover, Moved
 
 _log = logging.getLogger(__name__)
 
+_Core = TypeVar("_Core", bound=EngineControl)
+
 _RECORDS_KEPT = 4096
 
 _AFTER_A_BUG_S = 0.1
 """The protocol's next deadline is not looked at earlier: what has just failed may fail again at once."""
 
 
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change during an engine's life."""
-
-    engine_id: str
-    role: Literal["prefill", "decode", "both"]
-    model: str
-    """Name under which the model is served."""
-    model_fingerprint: str
-    num_blocks: int
-    processes: tuple[str, ...] = ()
-    """All that move its blocks, by `liveness.this_process`; none: this one does."""
-    integration: Literal["embedded", "vllm"] = "embedded"
-    about: dict[str, str] = {}
-    """What people want to know of it: versions, settings."""
-    epoch: str = msgspec.field(default_factory=new_epoch)
-
-    @property
-    def identity(self) -> Identity:
-        """This life of this engine."""
-        return Identity(EngineId(self.engine_id), Epoch(self.epoch))
-
-
-class HandoffAgent:
+class HandoffAgent(Generic[_Core]):
     """Implements `api.HandoffSide` for the router and `api.KVHooks` for the engine."""
 
     def __init__(
         self,
         facts: EngineFacts,
-        core: EngineControl,
+        core: _Core,
         mover: BlockMover,
         cluster_key: bytes,
         *,
@@ -90,6 +70,8 @@ class HandoffAgent:
         self._facts = facts
         self._settings = settings or HandoffSettings()
         self._gate = TicketGate(TicketKey(cluster_key), self.me)
+        self._at_gate = threading.Lock()
+        """vLLM admits legs on its main thread; the router's other orders come in on the loop's."""
         self._control = ControlPlane(cluster_key, self._received, control_bind, on_disconnect=self._gone)
         self._metrics = EngineMetrics()
         self._node: HandoffNode | None = None
@@ -128,7 +110,7 @@ class HandoffAgent:
 
     def admit(self, signed: object) -> Ticket:
         """The ticket to a leg, if this engine may obey it now. Raises BadTicket. Any thread."""
-        ticket = self._gate.admit(signed, self.clock())
+        ticket = self._pass_gate(signed)
         if ticket.leg not in ("prefill", "decode", "local"):
             raise BadTicket(f"a ticket to {ticket.leg} starts no request")
         return ticket
@@ -380,8 +362,12 @@ class HandoffAgent:
         """From the engine's thread, or the mover's, to ours."""
         hand_over(self._loop, function, *arguments)
 
+    def _pass_gate(self, signed: object) -> Ticket:
+        with self._at_gate:
+            return self._gate.admit(signed, self.clock())
+
     def _admit(self, signed: object, leg: str) -> Ticket:
-        ticket = self._gate.admit(signed, self.clock())
+        ticket = self._pass_gate(signed)
         if ticket.leg != leg:
             raise BadTicket(f"a ticket to {ticket.leg} does not {leg}")
         return ticket

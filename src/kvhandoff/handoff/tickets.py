@@ -8,7 +8,6 @@ never runs ahead of the engine. So a ticket ends early rather than late, and no 
 from __future__ import annotations
 
 import hmac
-import threading
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from hashlib import blake2b, sha256
 from typing import Literal
@@ -103,15 +102,14 @@ class TicketKey:
 
 
 class TicketGate:
-    """One engine's check of tickets: for this life, in time, and once per leg and attempt. Any thread may
-    ask."""
+    """One engine's check of tickets: for this life, in time, and once per leg and attempt.
+
+    One thread at a time may ask: of two with one ticket, both might be admitted."""
 
     def __init__(self, key: TicketKey, me: Identity) -> None:
         self._key = key
         self._me = me
         self._seen: dict[tuple[str, HandoffKey], float] = {}
-        self._lock = threading.Lock()
-        """Of two threads with one ticket, one is admitted."""
 
     def admit(self, signed: object, now: float) -> Ticket:
         """The ticket, if this engine may obey it now (`now`: its own clock). Raises BadTicket."""
@@ -121,11 +119,10 @@ class TicketGate:
         if now > ticket.not_after:
             raise BadTicket(f"ticket ran out {now - ticket.not_after:.1f} s ago")
         use = (ticket.leg, ticket.key)
-        with self._lock:
-            self._seen = {seen: until for seen, until in self._seen.items() if until >= now}
-            if use in self._seen:
-                raise BadTicket(f"ticket for the {ticket.leg} leg of {ticket.key} was used before")
-            self._seen[use] = ticket.not_after
+        self._seen = {seen: until for seen, until in self._seen.items() if until >= now}
+        if use in self._seen:
+            raise BadTicket(f"ticket for the {ticket.leg} leg of {ticket.key} was used before")
+        self._seen[use] = ticket.not_after
         return ticket
 
 

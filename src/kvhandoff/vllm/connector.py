@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvhandoff.engine.agent import EngineFacts
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.vllm.cache_layout import cache_facts
 from kvhandoff.vllm.driver import Driver
 from kvhandoff.vllm.fingerprint import vllm_fingerprint

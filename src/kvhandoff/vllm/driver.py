@@ -18,8 +18,9 @@ from typing import Protocol
 
 from aiohttp import web
 
-from kvhandoff.engine.agent import EngineFacts, HandoffAgent
+from kvhandoff.engine.agent import HandoffAgent
 from kvhandoff.engine.api import EngineControl, KVHooks
+from kvhandoff.engine.facts import EngineFacts
 from kvhandoff.engine.internal import Internal
 from kvhandoff.engine.leg_host import LegHost
 from kvhandoff.engine.loops import hand_over
