@@ -61,6 +61,7 @@ WANTED: list[tuple[str, Any, Any, Any]] = [
     ("logprob_token_ids", [5], ABSENT, [5]),
     ("return_token_offsets", True, ABSENT, True),
     ("return_prompt_text", True, ABSENT, True),
+    ("vllm_xargs", {"kv_transfer_params": "x", "ec_transfer_params": [1], "a": 1}, {"a": 1}, {"a": 1}),
     # no row: kept
     ("messages", [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}], None),
     ("prompt", "hi", "hi", "hi"),
