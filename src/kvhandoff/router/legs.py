@@ -205,12 +205,12 @@ def _rewrite(client: Fields, actions: Mapping[str, Action]) -> Fields:
 
 
 def _without(field: str, raw: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
+    if memoryview(raw)[0] != ord("{"):
+        return raw
     try:
         value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if bytes(raw).startswith(b"{"):  # an engine may read what isn't readable here
-            raise RequestError(f"{field}: it must be a JSON object ({error})", param=field) from error
-        return raw
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a reader that takes any bytes might read on
+        raise RequestError(f"{field}: it must be a JSON object ({error})", param=field) from error
     if names.isdisjoint(value):
         return raw
     return msgspec.Raw(msgspec.json.encode({k: v for k, v in value.items() if k not in names}))

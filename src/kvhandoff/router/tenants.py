@@ -113,7 +113,7 @@ def read_tenants(path: Path) -> Tenants:
         raise ConfigError(f"tenants: {path}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # The parser's own message may show the line, and with it a salt.
-        mark = getattr(error.__cause__, "problem_mark", None)
+        mark = getattr(error.__context__, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"tenants: {path}: it is neither YAML nor JSON{where}") from error
     except ConfigError as error:
