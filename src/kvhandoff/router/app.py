@@ -179,7 +179,13 @@ class Front:
         """Whether requests can be answered, and each engine's state; 503 when no decode engine is healthy."""
         ready = any(engine.healthy for engine in self._fleet.decode)
         engines = [
-            {"url": engine.url, "role": engine.role, "healthy": engine.healthy, "problem": engine.problem}
+            {
+                "url": engine.url,
+                "role": engine.role,
+                "healthy": engine.healthy,
+                "problem": engine.problem,
+                "rests": engine.circuit.rests,
+            }
             for engine in self._fleet.engines
         ]
         status = "ready" if ready else "no decode engine is healthy"
