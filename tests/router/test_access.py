@@ -41,6 +41,7 @@ async def test_no_key_no_answer(cluster: Any, tmp_path: Path, given: dict[str, s
                 assert "kvh_" not in await response.text()
         assert c.p.legs.empty()
         assert c.d.legs.empty()
+        assert 'kvhandoff_router_refused_total{code="invalid_api_key"} 3.0' in await c.text("/metrics")
 
 
 async def test_two_keys_in_one_request(cluster: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvhandoff.router.tenants import hash_of
 from tests.router.callers import KEYS, SALTS, bearer, security
 from tests.router.engines import CLUSTER_KEY, MockEngine, failing, until
+from tests.router.upstream_engines import upstream_cluster
 from tests.router.vllm_engines import MockVllmEngine
 
 
@@ -66,6 +67,26 @@ async def test_a_leg_without_a_ticket_has_it_too(
         assert first != second
         assert "x" not in (first, second)
         assert len(first) == len(second) == 64
+
+
+async def test_upstream_engines_get_it_too(tmp_path: Path) -> None:
+    async with upstream_cluster("nixl", security=security(tmp_path)) as c:
+        assert (await c.post())[0] == 401
+        salts = []
+        for tenant in ("acme", "beta"):
+            status, answer = await c.post(cache_salt="x", headers=bearer(tenant))
+            assert status == 200
+            legs = [await c.p.leg(), await c.d.leg()]
+            assert len({leg.body["cache_salt"] for leg in legs}) == 1
+            salts.append(legs[0].body["cache_salt"])
+            own, others = (("acme", "beta"), ("beta", "acme"))[tenant == "beta"]
+            for caller, seen in ((own, 200), (others, 404), ("ops", 200)):
+                async with c.session.get(
+                    f"{c.url}/v1/handoffs/{answer['id']}", headers=bearer(caller)
+                ) as response:
+                    assert response.status == seen
+        assert salts[0] != salts[1]
+        assert "x" not in salts
 
 
 @pytest.mark.parametrize("named", [{"x-session-id": "s"}, {"X-Correlation-ID": "s"}, {}])

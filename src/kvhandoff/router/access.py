@@ -10,7 +10,7 @@ file of tenants everything is open: everybody is an operator, of the tenant "".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from aiohttp import web
@@ -92,11 +92,12 @@ CALLER = web.RequestKey("caller", Caller)
 class Access:
     """Asks every request for its key. Used on the event loop's thread only."""
 
-    def __init__(self, security: Security, clock: Clock) -> None:
+    def __init__(self, security: Security, clock: Clock, on_refused: Callable[[str], None]) -> None:
         """Raises ConfigError when the file of tenants can't be used."""
         path = security.tenants
         self.file = None if path is None else Watched("tenants", [path], lambda: read_tenants(path))
         self._clock = clock
+        self._on_refused = on_refused
         self._meters: dict[str, Meter] = {}
         self._known: Tenants | None = None
         """What `_callers` were made from."""
@@ -109,7 +110,11 @@ class Access:
 
         @web.middleware
         async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-            request[CALLER] = self._admit(request)
+            try:
+                request[CALLER] = self._admit(request)
+            except RequestError as error:
+                self._on_refused(error.code or "")
+                raise
             return await handler(request)
 
         return authenticate

@@ -69,6 +69,10 @@ class Front:
             web.get("/metrics", self.metrics),
         ]
 
+    def refused(self, code: str) -> None:
+        """A request had no key, or none for its page."""
+        self._metrics.count_refused(code)
+
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         async with engine_session(self._config.timeouts.connect_s, self._config.security) as session:
@@ -204,7 +208,14 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Applica
     Run it with `handler_cancellation=True`, as `serve` does: a client that leaves ends its legs that way.
     """
     front = Front(config, clock)
-    return guarded(front.routes(), front.lifespan, config.security, config.max_body_bytes, clock)
+    return guarded(
+        front.routes(),
+        front.lifespan,
+        config.security,
+        max_body_bytes=config.max_body_bytes,
+        clock=clock,
+        on_refused=front.refused,
+    )
 
 
 async def serve(config: RouterConfig) -> Server:

@@ -21,11 +21,14 @@ def guarded(
     routes: Iterable[web.RouteDef],
     lifespan: Callable[[web.Application], AsyncIterator[None]],
     security: Security,
+    *,
     max_body_bytes: int,
     clock: Clock,
+    on_refused: Callable[[str], None],
 ) -> web.Application:
-    """The application of a router. Raises ConfigError when the file of tenants can't be used."""
-    access = Access(security, clock)
+    """The application of a router. `on_refused` gets the error code of each request refused for its key.
+    Raises ConfigError when the file of tenants can't be used."""
+    access = Access(security, clock, on_refused)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[errors, access.middleware])
     app.add_routes(routes)
     if access.file is not None:

@@ -56,6 +56,10 @@ class UpstreamFront:
             web.get("/metrics", self.metrics),
         ]
 
+    def refused(self, code: str) -> None:
+        """A request had no key, or none for its page."""
+        self._metrics.count_refused(code)
+
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         config = self._config
@@ -138,7 +142,14 @@ def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> 
     Run it with `handler_cancellation=True`, as `serve_upstream` does: a client that leaves ends its legs so.
     """
     front = UpstreamFront(config, clock)
-    return guarded(front.routes(), front.lifespan, config.security, config.max_body_bytes, clock)
+    return guarded(
+        front.routes(),
+        front.lifespan,
+        config.security,
+        max_body_bytes=config.max_body_bytes,
+        clock=clock,
+        on_refused=front.refused,
+    )
 
 
 async def serve_upstream(config: UpstreamConfig, *, clock: Clock = monotonic) -> Server:
