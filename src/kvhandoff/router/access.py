@@ -11,7 +11,7 @@ file of tenants everything is open: everybody is an operator, of the tenant "".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -89,20 +89,27 @@ CALLER = web.RequestKey("caller", Caller)
 """In every request that a handler gets."""
 
 
+class _Known(NamedTuple):
+    """What the file says."""
+
+    tenants: Tenants
+    callers: Mapping[str, Caller]
+    """By their tenants' names."""
+
+
 class Access:
     """Asks every request for its key. Used on the event loop's thread only."""
 
     def __init__(self, security: Security, clock: Clock, on_refused: Callable[[str], None]) -> None:
         """Raises ConfigError when the file of tenants can't be used."""
-        path = security.tenants
-        self.file = None if path is None else Watched("tenants", [path], lambda: read_tenants(path))
         self._clock = clock
         self._on_refused = on_refused
         self._meters: dict[str, Meter] = {}
-        self._known: Tenants | None = None
-        """What `_callers` were made from."""
-        self._callers: dict[str, Caller] = {}
         self._anybody = Caller(None, Meter("", Limits(), clock))
+        path = security.tenants
+        self.file = (
+            None if path is None else Watched("tenants", [path], lambda: self._know(read_tenants(path)))
+        )
 
     @property
     def middleware(self) -> Middleware:
@@ -123,13 +130,12 @@ class Access:
         """The caller, who may have this page. Raises RequestError: 401, or 403."""
         if self.file is None:
             return self._anybody
-        tenants = self.file.value
+        tenants, callers = self.file.value
         route = request.match_info.route.resource
         page = route.canonical if route is not None else None  # None: there is no such page
         if page in OPEN or (page is not None and page.removeprefix("/") in tenants.open_pages):
             return self._anybody
-        tenant = _tenant_of(request, tenants)
-        caller = self._caller(tenant, tenants)
+        caller = callers[_tenant_of(request, tenants).name]
         if not caller.operator and page is not None and page not in CLIENTS:
             raise RequestError(
                 f"{request.method} {request.path}: got the key of {caller.name}, allowed is an operator's",
@@ -139,21 +145,16 @@ class Access:
             )
         return caller
 
-    def _caller(self, tenant: Tenant, tenants: Tenants) -> Caller:
-        if self._known is not tenants:
-            self._know(tenants)
-        return self._callers[tenant.name]
-
-    def _know(self, tenants: Tenants) -> None:
+    def _know(self, tenants: Tenants) -> _Known:
         """A tenant's use goes on under its new limits; one that is gone is forgotten."""
-        before, self._meters, self._callers = self._meters, {}, {}
+        before, self._meters, callers = self._meters, {}, {}
         for tenant in tenants:
             limits = Limits(tenant.max_concurrency, tenant.tokens_per_minute)
             meter = before.get(tenant.name) or Meter(tenant.name, limits, self._clock)
             meter.limits = limits
             self._meters[tenant.name] = meter
-            self._callers[tenant.name] = Caller(tenant, meter)
-        self._known = tenants
+            callers[tenant.name] = Caller(tenant, meter)
+        return _Known(tenants, callers)
 
 
 def _tenant_of(request: web.Request, tenants: Tenants) -> Tenant:
