@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import random
 import re
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -84,6 +86,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise OSError(errno.EADDRINUSE, f"no free port on {host} was found from {_LATER_PORTS}")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach a server there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """JSON of anything msgspec can encode."""
     body = msgspec.json.encode(value)
@@ -92,7 +102,7 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> web.Response:
     """The error as OpenAI clients parse it."""
-    return json_response(error.body(), status=error.status, headers=headers)
+    return json_response(error.body(), status=error.status, headers={**error.headers, **(headers or {})})
 
 
 @web.middleware
@@ -166,7 +176,12 @@ class Server:
 
 
 async def serve(
-    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, shutdown_s: float = 2.0
+    app: web.Application,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    shutdown_s: float = 2.0,
+    tls: ssl.SSLContext | None = None,
 ) -> Server:
     """Start to listen; requests are cancelled when their client leaves.
 
@@ -184,7 +199,7 @@ async def serve(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
         await runner.cleanup()
         why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror

@@ -62,8 +62,8 @@ class Cluster:
     def start(self, body: object, **options: Any) -> asyncio.Task[tuple[int, Any]]:
         return asyncio.create_task(self.post(body, **options))
 
-    async def get(self, path: str) -> tuple[int, Any]:
-        async with self.session.get(self.url + path) as response:
+    async def get(self, path: str, *, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=headers) as response:
             return response.status, await response.json()
 
     async def text(self, path: str) -> str:

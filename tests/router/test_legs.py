@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvhandoff.core.errors import RequestError
 from kvhandoff.router.answers import TicketParams
 from kvhandoff.router.body import parse_body
 from kvhandoff.router.legs import RESPONSES_ROWS, ROWS, Rewriting, Rows, leg_body, leg_headers
@@ -61,6 +62,7 @@ WANTED: list[tuple[str, Any, Any, Any]] = [
     ("logprob_token_ids", [5], ABSENT, [5]),
     ("return_token_offsets", True, ABSENT, True),
     ("return_prompt_text", True, ABSENT, True),
+    ("vllm_xargs", {"kv_transfer_params": "x", "ec_transfer_params": [1], "a": 1}, {"a": 1}, {"a": 1}),
     # no row: kept
     ("messages", [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}], None),
     ("prompt", "hi", "hi", "hi"),
@@ -113,6 +115,18 @@ def test_row(name: str, client: Any, prefill: Any, decode: Any) -> None:
     p, d = rewritten(**{name: client})
     assert p.get(name, ABSENT) == prefill
     assert d.get(name, ABSENT) == (client if decode is None else decode)
+
+
+def test_parameters_are_found_under_any_spelling() -> None:
+    """Field case 60: what vLLM merges with `kv_transfer_params` is read as JSON, not as bytes."""
+    spelt = b'{"vllm_xargs":{"kv_transfer_param\\u0073":"x","b":[1,{"kv_transfer_params":2}]}}'
+    left = Rewriting(ROWS).decode(parse_body(spelt))["vllm_xargs"]
+    assert msgspec.json.decode(left) == {"b": [1, {"kv_transfer_params": 2}]}
+    for other in (b"5", b"[]", b'"kv_transfer_params"', b"null", b"{}"):
+        fields = parse_body(b'{"vllm_xargs":' + other + b"}")
+        assert bytes(Rewriting(ROWS).decode(fields)["vllm_xargs"]) == other
+    with pytest.raises(RequestError, match="vllm_xargs"):
+        Rewriting(ROWS).decode(parse_body(b'{"vllm_xargs":{"\xff":1,"kv_transfer_params":"x"}}'))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: `kvhandoff up`, `engine`, `router`, `doctor`.
+"""The command line: `kvhandoff up`, `engine`, `router`, `router-key`, `doctor`.
 
 Bad input ends with a message on standard error and exit code 2; `--help` loads neither torch nor a model.
 """
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvhandoff import __version__
-from kvhandoff.cli import doctor, engine, router, up, vllm_engine
+from kvhandoff.cli import doctor, engine, router, router_key, up, vllm_engine
 from kvhandoff.core.errors import ConfigError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ _WITH_VLLM_ARGUMENTS = {"allow_extra_args": True}
 app.command("up", context_settings=_WITH_VLLM_ARGUMENTS)(up.up)
 app.command("engine")(engine.engine)
 app.command("router")(router.router)
+app.command("router-key")(router_key.router_key)
 app.command("doctor")(doctor.doctor)
 app.command("vllm-engine", hidden=True, context_settings=_WITH_VLLM_ARGUMENTS)(vllm_engine.vllm_engine)
 

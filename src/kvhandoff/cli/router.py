@@ -24,6 +24,7 @@ from kvhandoff.cli.common import (
 from kvhandoff.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvhandoff.router.security import Security
     from kvhandoff.web import Server
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,21 @@ class ConnectorOption(StrEnum):
     NIXL_PUSH = "nixl-push"
 
 
+Tenants = typer.Option(
+    None,
+    "--tenants",
+    dir_okay=False,
+    help="File of tenants, the hashes of their API keys, and their limits (YAML or JSON), read again when it "
+    "changes. Without one the router is open.",
+)
+TlsCert = typer.Option(None, "--tls-cert", dir_okay=False, help="PEM file with the router's certificate.")
+TlsKey = typer.Option(None, "--tls-key", dir_okay=False, help="PEM file with the certificate's key.")
+EngineCa = typer.Option(
+    None,
+    "--engine-ca",
+    dir_okay=False,
+    help="PEM file with the roots to trust for engines at https URLs, instead of the system's.",
+)
 Connector = typer.Option(
     ConnectorOption.KVHANDOFF,
     "--connector",
@@ -103,18 +119,26 @@ def router(
     retain: RetainOption = Retain,
     connector: ConnectorOption = Connector,
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
+    tenants: Path | None = Tenants,
+    tls_cert: Path | None = TlsCert,
+    tls_key: Path | None = TlsKey,
+    engine_ca: Path | None = EngineCa,
     cluster_key_file: Path | None = ClusterKeyFile,
     log_level: Level = LogLevel,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run the router in front of engines that are up."""
+    from kvhandoff.router.security import Security
+
     set_up_logging(log_level, "router")
+    security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
     if connector is not ConnectorOption.KVHANDOFF:
         if on_miss is not MissOption.RECOMPUTE or retain is not RetainOption.RENEWABLE:
             raise ConfigError(
                 f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
             )
-        _run(_upstream(connector, prefill, decode, host, port, path, return_mode), host, lifeline=lifeline)
+        start = _upstream(connector, prefill, decode, host, port, path, return_mode, security)
+        _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
 
     from kvhandoff.router.app import serve
@@ -130,9 +154,10 @@ def router(
         return_mode=return_mode.value,
         retain=retain.value,
         on_miss=on_miss.value,
+        security=security,
     )
 
-    _run(lambda: serve(config), host, lifeline=lifeline)
+    _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)
 
 
 def _upstream(
@@ -143,6 +168,7 @@ def _upstream(
     port: int,
     path: PathOption,
     return_mode: ReturnOption,
+    security: Security,
 ) -> Callable[[], Awaitable[Server]]:
     """Starts a router of stock vLLM engines with upstream's connectors. Raises ConfigError."""
     from kvhandoff.router.upstream import serve_upstream
@@ -156,17 +182,18 @@ def _upstream(
         port=port,
         path=path.value,
         keep_references=return_mode is not ReturnOption.OFF,
+        security=security,
     )
     return lambda: serve_upstream(config)
 
 
-def _run(serve: Callable[[], Awaitable[Server]], host: str, *, lifeline: bool) -> None:
+def _run(serve: Callable[[], Awaitable[Server]], host: str, *, tls: bool, lifeline: bool) -> None:
     """Serve until told to end; the line on standard output says where."""
 
     async def run() -> None:
         stop = stop_event(lifeline=lifeline)
         server = await serve()
-        url = f"http://{host}:{server.port}"
+        url = f"{'https' if tls else 'http'}://{host}:{server.port}"
         sys.stdout.write(msgspec.json.encode({"url": url}).decode() + "\n")
         sys.stdout.flush()
         _log.info("router at %s", url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any
 
@@ -29,6 +30,7 @@ class RequestError(KVHandoffError):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -36,6 +38,8 @@ class RequestError(KVHandoffError):
         self.param = param
         self.code = code
         self.kind = kind
+        self.headers: Mapping[str, str] = headers or {}
+        """What the answer carries beside its body."""
 
     def body(self) -> dict[str, Any]:
         """The body OpenAI clients parse: `{"error": {message, type, param, code}}`."""

@@ -89,8 +89,12 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
     from kvhandoff.embedded.server import create_app
     from kvhandoff.embedded.text import TextProcessor
     from kvhandoff.engine.facts import EngineFacts
-    from kvhandoff.web import serve
+    from kvhandoff.web import is_loopback, serve
 
+    if not is_loopback(config.host):
+        _log.warning(
+            "host %s: requests without a ticket are served too; let only routers reach it", config.host
+        )
     transport = choose_transport(config.transport)
     name = await asyncio.to_thread(hold_name, config.engine_id, config.cluster_key)
     text = TextProcessor.load(config.model_dir)

@@ -9,6 +9,7 @@ from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import HistoryRef
+from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations, names_of
@@ -26,6 +27,7 @@ from kvhandoff.router.policy import (
     requested_return,
 )
 from kvhandoff.router.records import Draft
+from kvhandoff.router.token_bound import token_bound
 from kvhandoff.web import read_body
 
 
@@ -48,16 +50,20 @@ class Admission:
 
     async def admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
         """Read the request and choose its path. Raises RequestError."""
-        config = self._config
+        config, caller = self._config, request[CALLER]
+        draft.tenant = caller.name
         draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
+        draft.charge = caller.charge()
         raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
-        fields = parse_body(raw)
+        fields = caller.salted(parse_body(raw))
         if draft.endpoint is Endpoint.RESPONSES:
             check_stateless(fields)
         summary = summarize(fields, draft.endpoint)
-        self._check_model(fields, draft.endpoint)
+        longest = self._check_model(fields, draft.endpoint, caller)
         draft.model = summary.model
+        if draft.charge.counts_tokens:
+            draft.charge.reserve(token_bound(fields, summary, longest))
         x = Exchange(
             request=request,
             fields=fields,
@@ -118,16 +124,19 @@ class Admission:
         if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path in ("pull", "push"):
             tolerate_miss(self._config, f"no prefill engine for {x.summary.model!r} is healthy", reason)
 
-    def _check_model(self, fields: Fields, endpoint: Endpoint) -> None:
-        served = self._fleet.models()
-        if not served:
+    def _check_model(self, fields: Fields, endpoint: Endpoint, caller: Caller) -> int:
+        """The model's context in tokens."""
+        if not self._fleet.models():
             raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
+        served = caller.models(self._fleet.models())
         model = read_model(fields, ", ".join(sorted(served)))
+        caller.check_model(model)
         if model not in served:
             raise unknown_model(model, served)
         if endpoint is Endpoint.RESPONSES and not self._fleet.serves_responses(model):
             why = f"{endpoint.path}: the engines of {model!r} don't serve it; {Endpoint.CHAT.path} they do"
             raise RequestError(why, status=501, code="unsupported_endpoint")
+        return served[model]
 
 
 def tolerate_miss(config: RouterConfig, why: str, reason: Reason) -> None:

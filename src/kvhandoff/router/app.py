@@ -12,6 +12,7 @@ from aiohttp import web
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.records import LegRecord
+from kvhandoff.router.access import CALLER
 from kvhandoff.router.admission import Admission
 from kvhandoff.router.body import unknown_model
 from kvhandoff.router.config import RouterConfig
@@ -19,13 +20,13 @@ from kvhandoff.router.conversations import Conversations
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.records import Draft, Records
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session
-from kvhandoff.web import Server, errors, json_response, read_body
-from kvhandoff.web import serve as listen
+from kvhandoff.web import Server, json_response, read_body
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +69,13 @@ class Front:
             web.get("/metrics", self.metrics),
         ]
 
+    def refused(self, code: str) -> None:
+        """A request had no key, or none for its page."""
+        self._metrics.count_refused(code)
+
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
-        async with engine_session(self._config.timeouts.connect_s) as session:
+        async with engine_session(self._config.timeouts.connect_s, self._config.security) as session:
             self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs)
             admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
             self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
@@ -101,12 +106,16 @@ class Front:
 
     async def models(self, request: web.Request) -> web.Response:
         """The fleet's models, as OpenAI lists them."""
-        models = [self._model(name, longest) for name, longest in sorted(self._fleet.models().items())]
+        models = [
+            self._model(name, longest)
+            for name, longest in sorted(request[CALLER].models(self._fleet.models()).items())
+        ]
         return json_response({"object": "list", "data": models})
 
     async def model(self, request: web.Request) -> web.Response:
         """One of the fleet's models; its name may have slashes."""
-        name, served = request.match_info["id"], self._fleet.models()
+        name, served = request.match_info["id"], request[CALLER].models(self._fleet.models())
+        request[CALLER].check_model(name)
         if name not in served:
             raise unknown_model(name, served)
         return json_response(self._model(name, served[name]))
@@ -126,10 +135,10 @@ class Front:
         await self._settle(draft)
         return json_response(draft.record())
 
-    async def running(self, _: web.Request) -> web.Response:
+    async def running(self, request: web.Request) -> web.Response:
         """The records of the requests under way, as far as they are known: which there are to be moved."""
-        running = self._relay.running.values()
-        return json_response({"running": [x.draft.record() for x in running]})
+        drafts = (x.draft for x in self._relay.running.values())
+        return json_response({"running": [d.record() for d in drafts if request[CALLER].sees(d.tenant)]})
 
     async def rebind(self, request: web.Request) -> web.Response:
         """Move a request to another decode engine before its answer begins. For operators."""
@@ -141,7 +150,7 @@ class Front:
     def _draft(self, request: web.Request) -> Draft:
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
-        if draft is None:
+        if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
             raise RequestError(
                 f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
                 f"{self._config.max_records} responses",
@@ -174,7 +183,13 @@ class Front:
         """Whether requests can be answered, and each engine's state; 503 when no decode engine is healthy."""
         ready = any(engine.healthy for engine in self._fleet.decode)
         engines = [
-            {"url": engine.url, "role": engine.role, "healthy": engine.healthy, "problem": engine.problem}
+            {
+                "url": engine.url,
+                "role": engine.role,
+                "healthy": engine.healthy,
+                "problem": engine.problem,
+                "rests": engine.circuit.rests,
+            }
             for engine in self._fleet.engines
         ]
         status = "ready" if ready else "no decode engine is healthy"
@@ -193,15 +208,19 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Applica
     Run it with `handler_cancellation=True`, as `serve` does: a client that leaves ends its legs that way.
     """
     front = Front(config, clock)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[errors])
-    app.add_routes(front.routes())
-    app.cleanup_ctx.append(front.lifespan)
-    return app
+    return guarded(
+        front.routes(),
+        front.lifespan,
+        config.security,
+        max_body_bytes=config.max_body_bytes,
+        clock=clock,
+        on_refused=front.refused,
+    )
 
 
 async def serve(config: RouterConfig) -> Server:
     """Start to listen. The engines have been asked for their state once when this returns.
 
-    Raises ConfigError when the address can't be had.
+    Raises ConfigError when the address can't be had, or a file of `config.security` can't be used.
     """
-    return await listen(create_app(config), config.host, config.port)
+    return await serve_guarded(create_app(config), config.host, config.port, config.security)

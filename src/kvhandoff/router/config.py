@@ -9,6 +9,7 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router.address import EngineAddress, parse_address
 from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, ReturnChoice
+from kvhandoff.router.security import Security
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
 
@@ -89,6 +90,7 @@ class RouterConfig:
     max_conversations: int = 50_000
     """Names of turns that are remembered, about two for each; the least recently used go first."""
     timeouts: Timeouts = Timeouts()
+    security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
         if not self.decode:

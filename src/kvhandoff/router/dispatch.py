@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import aiohttp
@@ -16,6 +18,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router.answers import (
     Answer,
+    LegFailed,
     for_client,
     network_failure,
     read_prefilled,
@@ -23,6 +26,7 @@ from kvhandoff.router.answers import (
     whole,
     without_params,
 )
+from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.dialect import dialect_of
 from kvhandoff.router.engine import Engine, describe
@@ -82,17 +86,18 @@ class Dispatcher:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
         source.owed = True
         engine = source.engine
-        try:
-            async with asyncio.timeout(self._timeouts.prefill_s) as wait:
-                with engine.silence.ends(wait):
-                    async with self._post(x, engine, body) as upstream:
-                        answer = await whole(upstream)
-        except (aiohttp.ClientError, OSError) as error:
-            raise network_failure(engine, error) from error
-        if answer.status != 200:
-            return for_client(engine, answer)
-        source.prefilled = read_prefilled(engine, source.ref.key, answer)
-        return None
+        with _outcome(engine):
+            try:
+                async with asyncio.timeout(self._timeouts.prefill_s) as wait:
+                    with engine.silence.ends(wait):
+                        async with self._post(x, engine, body) as upstream:
+                            answer = await whole(upstream)
+            except (aiohttp.ClientError, OSError) as error:
+                raise network_failure(engine, error) from error
+            if answer.status != 200:
+                return for_client(engine, answer)
+            source.prefilled = read_prefilled(engine, source.ref.key, answer)
+            return None
 
     async def decode(self, x: Exchange, engine: Engine) -> Outcome:
         """Run the decode or local leg and give the client its answer.
@@ -104,7 +109,7 @@ class Dispatcher:
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
         pushed = x.source is not None and x.source.awaited
-        with engine.reserve():
+        with engine.reserve(), _outcome(engine) as leg:
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
                 async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:
@@ -119,6 +124,7 @@ class Dispatcher:
                         first = await upstream.content.readany()
                         if not first:
                             raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                        leg.succeeded()
                         x.settle()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(x, engine, upstream)
@@ -180,6 +186,19 @@ class Dispatcher:
         data = body if len(body) < 2**20 else io.BytesIO(body)
         url = engine.url + x.request.path
         return self._session.post(url, data=data, headers=x.headers, allow_redirects=False)
+
+
+@contextmanager
+def _outcome(engine: Engine) -> Iterator[LegOutcome]:
+    """Have the engine's circuit breaker learn what becomes of a leg."""
+    leg = engine.circuit.begin()
+    try:
+        yield leg
+    except LegFailed as failure:
+        if failure.kind != "ticket_refused":  # it is well, and another life, or has another key
+            leg.failed()
+        raise
+    leg.succeeded()
 
 
 async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Outcome:

@@ -19,6 +19,7 @@ from kvhandoff.handoff.messages import HistoryRef, OfferDescriptor, OfferRef
 from kvhandoff.handoff.tickets import MissPolicy, Ticket, TicketKey
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.alarm import Alarm
+from kvhandoff.router.breaker import Circuit
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.policy import EngineView
 from kvhandoff.router.records import LegRef
@@ -60,6 +61,8 @@ class Engine:
         """Why it gets no legs; None when it is healthy."""
         self.reserved = 0
         self.chosen = 0
+        self.circuit = Circuit(f"{role} engine at {address.url}", clock)
+        """Whether legs here fail."""
         self.silence = Alarm()
         """Rings when it stops reporting its state."""
         self._pages = pages

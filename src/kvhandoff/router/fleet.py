@@ -83,6 +83,10 @@ class Fleet:
             [engine.view() for engine in self.decode],
         )
 
+    def resting(self) -> set[str]:
+        """URLs of engines whose legs have failed of late: to be avoided."""
+        return {engine.url for engine in self.engines if engine.circuit.rests}
+
     def engine(self, view: EngineView) -> Engine:
         """The engine behind a policy's choice."""
         return self._by_url[view.url]

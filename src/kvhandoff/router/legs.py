@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kvhandoff.core.errors import RequestError
 from kvhandoff.router.body import Fields
 
 
@@ -42,7 +43,15 @@ class Cap:
     limit: int
 
 
-Action = Keep | Drop | Set | Cap
+@dataclass(frozen=True, slots=True)
+class Without:
+    """The client's object without these names in it. Another type is kept, for the engine to refuse; an
+    object that can't be read is refused here."""
+
+    names: frozenset[str]
+
+
+Action = Keep | Drop | Set | Cap | Without
 
 
 class Row(NamedTuple):
@@ -54,6 +63,7 @@ class Row(NamedTuple):
 
 KEEP: Final = Keep()
 DROP: Final = Drop()
+NO_PARAMS: Final = Without(frozenset({"kv_transfer_params", "ec_transfer_params"}))
 
 Rows = Mapping[str, Row]
 
@@ -123,6 +133,8 @@ ROWS: Final[Rows] = {
     # Never a client's (field case 60); the router puts its own ticket there.
     "kv_transfer_params": Row(DROP, DROP),
     "ec_transfer_params": Row(DROP, DROP),
+    # vLLM merges both with these: a leg without a ticket would have the client's.
+    "vllm_xargs": Row(NO_PARAMS, NO_PARAMS),
 }
 """Fields that have no row are kept on both legs: messages, prompt, model, chat_template_kwargs and so on."""
 
@@ -187,7 +199,21 @@ def _rewrite(client: Fields, actions: Mapping[str, Action]) -> Fields:
                 fields[name] = msgspec.Raw(msgspec.json.encode(value))
             case Cap(limit) if name in client:
                 fields[name] = _capped(client[name], limit)
+            case Without(names) if name in client:
+                fields[name] = _without(name, client[name], names)
     return fields
+
+
+def _without(field: str, raw: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
+    if memoryview(raw)[0] != ord("{"):
+        return raw
+    try:
+        value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a reader that takes any bytes might read on
+        raise RequestError(f"{field}: it must be a JSON object ({error})", param=field) from error
+    if names.isdisjoint(value):
+        return raw
+    return msgspec.Raw(msgspec.json.encode({k: v for k, v in value.items() if k not in names}))
 
 
 def _capped(raw: msgspec.Raw, limit: int) -> msgspec.Raw:

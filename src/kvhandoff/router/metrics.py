@@ -40,6 +40,12 @@ class RouterMetrics:
             ["endpoint", "path", "status"],
             registry=self._registry,
         )
+        self._refused = Counter(
+            "kvhandoff_router_refused",
+            "Requests refused for their key, by the error's code, before anything else was looked at.",
+            ["code"],
+            registry=self._registry,
+        )
         self._reasons = Counter(
             "kvhandoff_router_reasons",
             "Why requests did not take the path they might have taken, the engines' reasons included. "
@@ -103,6 +109,10 @@ class RouterMetrics:
     def count_request(self, draft: Draft) -> None:
         """One request ended."""
         self._requests.labels(draft.endpoint.value, draft.path or "none", str(draft.status)).inc()
+
+    def count_refused(self, code: str) -> None:
+        """One request had no key, or none for this page."""
+        self._refused.labels(code).inc()
 
     def count_lookup(self, *, found: bool) -> None:
         """One turn's conversation was looked up."""

@@ -29,6 +29,7 @@ from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import KVSource, LegRecord
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.limits import Charge
 from kvhandoff.router.policy import Path, PathChoice, ReturnChoice
 
 Binding = Literal["early", "late"]
@@ -61,6 +62,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     id: str
     """The `id` of the OpenAI response."""
     handoff_id: str
+    tenant: str
+    """By the API key; empty without a file of tenants."""
     model: str
     connector: Connector
     """What moves KV between the engines. Only `kvhandoff` verifies it. Of the others' legs there is no
@@ -136,6 +139,9 @@ class Draft:
     ) -> None:
         self.handoff_id = handoff_id
         self.endpoint = endpoint
+        self.tenant = ""
+        self.charge: Charge | None = None
+        """What it costs its tenant."""
         self.model = ""
         self.connector: Connector = "kvhandoff"
         self.requested_path = requested_path
@@ -206,6 +212,7 @@ class Draft:
         return RequestRecord(
             id=self.response_id,
             handoff_id=self.handoff_id,
+            tenant=self.tenant,
             model=self.model,
             connector=self.connector,
             requested_path=self.requested_path,
@@ -320,11 +327,13 @@ class Records:
     def close(self, draft: Draft, status: int, total_s: float) -> None:
         """The request is over; its record settles when the engines' accounts are in."""
         draft.status, draft.total_s = status, total_s
+        if draft.charge is not None:
+            draft.charge.close()
         self._on_closed(draft)
         if not draft.joinable:
             self._keep(handoff_id_of(draft.response_id), draft)
         if draft.settled:
-            self._on_settled(draft.record())
+            self._settle(draft)
 
     def add_legs(self, legs: Iterable[LegRecord]) -> None:
         """Engines' accounts, in any order; those of requests that aren't kept (any more) are dropped."""
@@ -335,7 +344,13 @@ class Records:
             before = draft.settled
             draft.add_leg(leg)
             if draft.settled and not before:
-                self._on_settled(draft.record())
+                self._settle(draft)
+
+    def _settle(self, draft: Draft) -> None:
+        record = draft.record()
+        if draft.charge is not None and not record.incomplete:
+            draft.charge.settle(record.prompt_tokens + record.completion_tokens)
+        self._on_settled(record)
 
     def get(self, identifier: str) -> Draft | None:
         """By handoff id, or by the `id` of an OpenAI response."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Literal
 
 import aiohttp
 from aiohttp import web
@@ -50,7 +51,7 @@ from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
-from kvhandoff.router.policy import choose_decode, choose_prefill
+from kvhandoff.router.policy import EngineView, choose_decode, choose_prefill
 from kvhandoff.router.records import LegRef, Records
 from kvhandoff.router.source import Source
 from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
@@ -145,7 +146,7 @@ class Relay:
 
     async def _begin_prefill(self, x: Exchange, target: Engine) -> Outcome | None:
         """Send the prefill leg, and wait for it if it is pulled from. Its 4xx is the answer to a pull."""
-        choice = choose_prefill(self._fleet.view(), x.summary.model, x.avoid)
+        choice = self._choose_prefill(x)
         if isinstance(choice, Reason):
             reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else choice
             self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
@@ -164,6 +165,14 @@ class Relay:
             x.draft.because(Reason.OFFER_UNKNOWN)
             tolerate_miss(self._config, "the prefill engine offered nothing", Reason.OFFER_UNKNOWN)
         return refused
+
+    def _choose_prefill(self, x: Exchange) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
+        """One that doesn't rest, unless the client would get an error for want of it."""
+        view, model = self._fleet.view(), x.summary.model
+        choice = choose_prefill(view, model, x.avoid | self._fleet.resting())
+        if isinstance(choice, Reason) and self._config.on_miss == "error":
+            return choose_prefill(view, model, x.avoid)
+        return choice
 
     async def _prefill_beside(self, x: Exchange, source: Source, body: bytes) -> None:
         """The prefill leg of a push. When it fails, the decode engine is told by the withdrawal."""
@@ -191,7 +200,9 @@ class Relay:
         if x.move is not None and x.move.target.healthy:
             return x.move.target
         model, holder = x.summary.model, x.holder.url if x.holder is not None else None
-        avoid = x.avoid if x.left is None else x.avoid | {x.left.url}
+        avoid = x.avoid | self._fleet.resting()
+        if x.left is not None:
+            avoid.add(x.left.url)
         target = choose_decode(self._fleet.view(), model, avoid, holder)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.

@@ -13,16 +13,17 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
+from kvhandoff.router.access import CALLER
 from kvhandoff.router.body import unknown_model
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.records import Records
 from kvhandoff.router.session import engine_session
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamFleet
 from kvhandoff.router.upstream_relay import UpstreamRelay
-from kvhandoff.web import Server, errors, json_response
-from kvhandoff.web import serve as listen
+from kvhandoff.web import Server, json_response
 
 
 class UpstreamFront:
@@ -55,10 +56,14 @@ class UpstreamFront:
             web.get("/metrics", self.metrics),
         ]
 
+    def refused(self, code: str) -> None:
+        """A request had no key, or none for its page."""
+        self._metrics.count_refused(code)
+
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         config = self._config
-        async with engine_session(config.timeouts.connect_s) as session:
+        async with engine_session(config.timeouts.connect_s, config.security) as session:
             self._fleet = UpstreamFleet(
                 config.prefill, config.decode, session, config.timeouts, config.poll_interval_s
             )
@@ -81,13 +86,14 @@ class UpstreamFront:
 
     async def models(self, request: web.Request) -> web.Response:
         """What the decode engines serve, as OpenAI lists it."""
-        served = self._fleet.models()
+        served = request[CALLER].models(self._fleet.models())
         data = [self._model(name, served[name]) for name in sorted(served)]
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: web.Request) -> web.Response:
         """One of them; its name may have slashes."""
-        name, served = request.match_info["id"], self._fleet.models()
+        name, served = request.match_info["id"], request[CALLER].models(self._fleet.models())
+        request[CALLER].check_model(name)
         if name not in served:
             raise unknown_model(name, served)
         return json_response(self._model(name, served[name]))
@@ -100,7 +106,7 @@ class UpstreamFront:
         """A request's record. It is `incomplete`: the engines give no account."""
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
-        if draft is None:
+        if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
             why = (
                 f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
                 f"{self._config.max_records} responses"
@@ -136,15 +142,20 @@ def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> 
     Run it with `handler_cancellation=True`, as `serve_upstream` does: a client that leaves ends its legs so.
     """
     front = UpstreamFront(config, clock)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[errors])
-    app.add_routes(front.routes())
-    app.cleanup_ctx.append(front.lifespan)
-    return app
+    return guarded(
+        front.routes(),
+        front.lifespan,
+        config.security,
+        max_body_bytes=config.max_body_bytes,
+        clock=clock,
+        on_refused=front.refused,
+    )
 
 
 async def serve_upstream(config: UpstreamConfig, *, clock: Clock = monotonic) -> Server:
     """Start to listen. The engines have been asked for their health once when this returns.
 
-    Raises ConfigError when the address can't be had.
+    Raises ConfigError when the address can't be had, or a file of `config.security` can't be used.
     """
-    return await listen(create_upstream_app(config, clock=clock), config.host, config.port)
+    app = create_upstream_app(config, clock=clock)
+    return await serve_guarded(app, config.host, config.port, config.security)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.policy import PathChoice
+from kvhandoff.router.security import Security
 
 UpstreamConnector = Literal["nixl", "nixl-push"]
 """`nixl`: vLLM's NixlConnector, whose decode engines read; `nixl-push`: its NixlPushConnector, whose prefill
@@ -79,6 +80,7 @@ class UpstreamConfig:
     max_records: int = 10_000
     max_conversations: int = 50_000
     timeouts: Timeouts = field(default_factory=Timeouts)
+    security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
         if not self.decode:

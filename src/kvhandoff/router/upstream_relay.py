@@ -31,6 +31,7 @@ from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.ids import EngineId, Epoch, Identity, new_handoff_id
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router.access import CALLER
 from kvhandoff.router.answers import Answer
 from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.endpoints import Endpoint
@@ -46,6 +47,7 @@ from kvhandoff.router.policy import (
     requested_path,
 )
 from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
 from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode, read_reference
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
@@ -101,21 +103,27 @@ class UpstreamRelay:
         return response
 
     async def _admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Job:
-        config = self._config
+        config, caller = self._config, request[CALLER]
+        draft.tenant = caller.name
         choice = requested_path(request.headers.get(PATH_HEADER), config.path)
         if choice not in config.paths:
             allowed = ", ".join(config.paths)
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
-        fields = parse_body(await read_body(request, config.max_body_bytes, config.timeouts.body_s))
+        draft.charge = caller.charge()
+        raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
+        fields = caller.salted(parse_body(raw))
         summary = summarize(fields, draft.endpoint)
-        served = self._fleet.models()
-        if not served:
+        served = caller.models(self._fleet.models())
+        if not self._fleet.models():
             raise unavailable("no decode engine has answered yet", code=Reason.NO_DECODE_ENGINE)
         draft.model = read_model(fields, ", ".join(sorted(served)))
+        caller.check_model(draft.model)
         if draft.model not in served:
             raise unknown_model(draft.model, served)
+        if draft.charge.counts_tokens:
+            draft.charge.reserve(token_bound(fields, summary, served[draft.model] or UNKNOWN_CONTEXT))
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)

@@ -1,0 +1,190 @@
+"""The file of tenants: what is read, what is refused, and the salts that come of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvhandoff.core.errors import ConfigError, RequestError
+from kvhandoff.router.body import parse_body, read_text
+from kvhandoff.router.tenants import Tenant, Tenants, hash_of, new_key, new_salt, read_tenants, salted
+from kvhandoff.router.watched import Watched
+
+KEY, OTHER = new_key(), new_key()
+SALT = "0123456789abcdef"
+
+
+def entry(name: str = "acme", key: str = KEY, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "keys": [hash_of(key)], "salt": SALT} | fields
+
+
+def written(path: Path, *entries: dict[str, Any], **fields: Any) -> Path:
+    """The file, as JSON."""
+    file = path / "tenants.json"
+    file.write_bytes(msgspec.json.encode({"tenants": entries} | fields))
+    return file
+
+
+YAML = f"""
+tenants:
+  - name: acme
+    keys: [{hash_of(KEY)}, "{hash_of(OTHER)}"]
+    salt: {SALT}
+    models: [tiny, org/small]
+    max_concurrency: 3
+    tokens_per_minute: 1000
+  - name: ops
+    role: operator
+    keys: []
+    salt: "{SALT}"
+open_pages: [ready]
+"""
+
+
+def test_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(YAML)
+    tenants = read_tenants(file)
+    acme = tenants.of(KEY)
+    assert acme is not None
+    assert acme is tenants.of(OTHER)
+    assert (acme.name, acme.role, acme.models) == ("acme", "client", ("tiny", "org/small"))
+    assert (acme.max_concurrency, acme.tokens_per_minute) == (3, 1000)
+    assert [(tenant.name, tenant.role) for tenant in tenants] == [("acme", "client"), ("ops", "operator")]
+    assert tenants.open_pages == {"ready"}
+
+
+def test_json(tmp_path: Path) -> None:
+    tenants = read_tenants(written(tmp_path, entry(), entry("b", OTHER)))
+    assert [tenant.name for tenant in (tenants.of(KEY), tenants.of(OTHER)) if tenant] == ["acme", "b"]
+    acme = tenants.of(KEY)
+    assert acme is not None
+    assert (acme.models, acme.max_concurrency, acme.tokens_per_minute) == (None, None, None)
+
+
+def test_only_a_key_opens(tmp_path: Path) -> None:
+    tenants = read_tenants(written(tmp_path, entry()))
+    for wrong in ("", "acme", OTHER, KEY[:-1], KEY + "x", KEY.upper(), hash_of(KEY), "\udcff"):
+        assert tenants.of(wrong) is None
+
+
+def test_keys_and_salts_are_long_and_never_the_same() -> None:
+    assert len({new_key() for _ in range(100)} | {new_salt() for _ in range(100)}) == 200
+    assert len(KEY) == len("kvh_") + 43  # 256 bits
+    assert len(new_salt()) == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "a b"}, "name: got 'a b', allowed is 1 to 64 letters"),
+        ({"name": ""}, "name: got ''"),
+        ({"keys": [KEY]}, "acme: keys: got a key itself, allowed is its hash"),
+        ({"keys": ["sha256:12"]}, "acme: keys: got a text of 9 characters, allowed is sha256: and 64 hex"),
+        ({"keys": "x"}, "Expected `array`, got `str` - at `$.tenants[0].keys`"),
+        ({"salt": "short"}, "acme: salt: got 5 characters, allowed is 16 or more"),
+        ({"role": "king"}, "Invalid enum value 'king' - at `$.tenants[0].role`"),
+        ({"max_concurrency": 0}, "Expected `int` >= 1 - at `$.tenants[0].max_concurrency`"),
+        ({"tokens_per_minute": 1.5}, "Expected `int | null`, got `float`"),
+        ({"token_per_minute": 5}, "unknown field `token_per_minute`"),
+    ],
+)
+def test_bad_entries(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    file = written(tmp_path, entry(**change))
+    with pytest.raises(ConfigError) as refused:
+        read_tenants(file)
+    assert said in str(refused.value)
+    assert str(file) in str(refused.value)
+    assert KEY not in str(refused.value)
+    assert SALT not in str(refused.value)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    def refusal(content: str | None) -> str:
+        file = tmp_path / "file"
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ConfigError) as refused:
+            read_tenants(file)
+        return str(refused.value)
+
+    assert "can't be read (No such file or directory)" in refusal(None)
+    assert "Expected `object`" in refusal("")
+    assert "missing required field `tenants`" in refusal("{}")
+    assert "missing required field `salt`" in refusal("tenants: [{name: a, keys: []}]")
+    broken = refusal(f"tenants:\n - name: a\n   salt: {SALT}: {SALT}\n")
+    assert "neither YAML nor JSON at line 3" in broken
+    assert SALT not in broken
+    twice = msgspec.json.encode({"tenants": [entry(), entry(key=OTHER)]}).decode()
+    assert "got acme more than once" in refusal(twice)
+    shared = msgspec.json.encode({"tenants": [entry(), entry("b")]}).decode()
+    assert "b and acme have the same key" in refusal(shared)
+
+
+def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = written(tmp_path, entry())
+    watched: Watched[Tenants] = Watched("tenants", [file], lambda: read_tenants(file))
+    first = watched.value
+    watched.look()
+    assert watched.value is first
+    written(tmp_path, entry(role="king"))
+    watched.look()
+    watched.look()  # says it once
+    assert watched.value is first
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "'king'" in caplog.text
+    assert "what was read before stays in force" in caplog.text
+    file.unlink()
+    watched.look()
+    assert watched.value is first
+    written(tmp_path, entry(key=OTHER))
+    watched.look()
+    assert watched.value.of(KEY) is None
+    assert watched.value.of(OTHER) is not None
+
+
+def test_a_bad_file_at_the_start(tmp_path: Path) -> None:
+    file = written(tmp_path, entry(role="king"))
+    with pytest.raises(ConfigError):
+        Watched("tenants", [file], lambda: read_tenants(file))
+
+
+def salt_of(body: dict[str, Any], name: str = "acme", salt: str = SALT) -> str:
+    fields = salted(parse_body(msgspec.json.encode(body)), Tenant(name=name, keys=(), salt=salt))
+    return read_text(fields, "cache_salt")
+
+
+def test_salts_never_mix() -> None:
+    """Field cases 61 and 62: whatever a client sends, its tenant's salt is its own."""
+    theirs = salt_of({})
+    bodies: list[dict[str, Any]] = [{}, *({"cache_salt": text} for text in ("a", "b", theirs, SALT, "acme"))]
+    names = ("acme", "acm", "acme2", "other")
+    salts = {salt_of(body, name) for body in bodies for name in names}
+    assert len(salts) == len(bodies) * len(names)
+    assert salt_of({}, salt=SALT + "x") not in salts  # another salt of the tenant's: nothing is used again
+    # Nothing runs into the next part.
+    assert salt_of({"cache_salt": "bc"}, "a") != salt_of({"cache_salt": "c"}, "ab")
+    assert salt_of({"cache_salt": ""}, "a", SALT + "x") != salt_of({"cache_salt": "x"}, "a", SALT)
+
+
+def test_one_salt_is_always_the_same() -> None:
+    assert salt_of({"cache_salt": "a"}) == salt_of({"cache_salt": "a", "model": "m"})
+    assert salt_of({}) == salt_of({"cache_salt": None}) == salt_of({"cache_salt": ""})
+    assert len(salt_of({})) == 64  # as vLLM takes it: 128 characters, none of @ / \
+    assert set(salt_of({"cache_salt": "a@/\\"})) <= set("0123456789abcdef")
+
+
+@pytest.mark.parametrize("raw", [b"5", b"[]", b"true"])
+def test_a_salt_that_is_no_text(raw: bytes) -> None:
+    with pytest.raises(RequestError) as refused:
+        salted(parse_body(b'{"cache_salt":' + raw + b"}"), Tenant(name="a", keys=(), salt=SALT))
+    assert (refused.value.status, refused.value.param) == (400, "cache_salt")
+
+
+def test_the_last_of_two_salts_counts() -> None:
+    """As for an engine that reads the body; only one is passed on."""
+    fields = salted(parse_body(b'{"cache_salt":"a","cache_salt":"b"}'), Tenant(name="a", keys=(), salt=SALT))
+    assert read_text(fields, "cache_salt") == salt_of({"cache_salt": "b"}, "a")
