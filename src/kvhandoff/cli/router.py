@@ -22,6 +22,7 @@ from kvhandoff.cli.common import (
     stop_event,
 )
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.settings import HandoffSettings
 
 if TYPE_CHECKING:
     from kvhandoff.web import Server
@@ -87,6 +88,21 @@ Retain = typer.Option(
 )
 
 
+Index = typer.Option(
+    "memory",
+    "--index",
+    envvar="KVHANDOFF_INDEX",
+    help="Where conversations are found again: memory, or for several replicas of the router "
+    "valkey://HOST:PORT/DB (also redis, and valkeys or rediss for TLS).",
+)
+IndexTTL = typer.Option(
+    HandoffSettings().retain_lease_s,
+    "--index-ttl",
+    min=0.1,
+    help="Seconds that a shared index keeps a turn after its last use: the engines' --retain-lease.",
+)
+
+
 def router(
     prefill: list[str] = typer.Option(
         [],
@@ -101,6 +117,8 @@ def router(
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
     return_mode: ReturnOption = ReturnMode,
     retain: RetainOption = Retain,
+    index: str = Index,
+    index_ttl: float = IndexTTL,
     connector: ConnectorOption = Connector,
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
     cluster_key_file: Path | None = ClusterKeyFile,
@@ -114,6 +132,8 @@ def router(
             raise ConfigError(
                 f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
             )
+        if index != "memory":
+            raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
         _run(_upstream(connector, prefill, decode, host, port, path, return_mode), host, lifeline=lifeline)
         return
 
@@ -130,6 +150,8 @@ def router(
         return_mode=return_mode.value,
         retain=retain.value,
         on_miss=on_miss.value,
+        index=index,
+        index_ttl_s=index_ttl,
     )
 
     _run(lambda: serve(config), host, lifeline=lifeline)

@@ -23,7 +23,7 @@ import msgspec
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.router.body import Fields
-from kvhandoff.router.conversations import names_of
+from kvhandoff.router.names import names_of
 from kvhandoff.router.policy import RequestSummary
 
 
