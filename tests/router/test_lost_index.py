@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -81,3 +82,39 @@ async def test_it_says_nothing() -> None:
 async def test_it_is_no_server(answer: bytes) -> None:
     async with talking(answer) as port:
         assert await lost_turns(port, connect_s=1.0) == 1
+
+
+@pytest.mark.parametrize(
+    "reply", [b"+OK", b":1", b"*1\r\n:5", b"*1\r\n*0", b"*1\r\n-ERR", b"*2\r\n$-1\r\n$-1", b"$-1"]
+)
+async def test_replies_that_make_no_sense(reply: bytes) -> None:
+    """From a server that knows PING: no error but a miss."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                words = int((await reader.readline())[1:])
+                command = [await read_word(reader) for _ in range(words)]
+                writer.write((b"+PONG" if command[0] == b"PING" else reply) + b"\r\n")
+        writer.close()
+
+    async def read_word(reader: asyncio.StreamReader) -> bytes:
+        size = int((await reader.readline())[1:])
+        return (await reader.readexactly(size + 2))[:-2]
+
+    lost: list[int] = []
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        index = ValkeyIndex(
+            f"valkey://127.0.0.1:{port}",
+            ttl_s=1.0,
+            deadline_s=WAIT_S,
+            connect_s=WAIT_S,
+            on_lost_turns=lost.append,
+        )
+        await soon(index.start())
+        answer = await index.look_up([b"a"])
+        index.remember([b"a"], TURN)
+        await soon(index.close())
+        assert answer.reason is Reason.INDEX_FOREIGN
+        assert set(answer.turns) <= {None}

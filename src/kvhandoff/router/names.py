@@ -78,15 +78,20 @@ def names_of(
     `tenant`: who has been authenticated, "" where nobody is. `key`: `key_of_names` where names leave the
     process. Nothing is raised: what can't be read gives no name.
     """
+    belongs = msgspec.json.encode((tenant, summary.cache_salt, summary.model))
+    root = blake2b(belongs, digest_size=16, key=key).digest()
+    name = given_name(fields, headers)
+    explicit = None if name is None else _digest(b"named", root, name)
+    return Names(explicit, _fingerprints(root, fields, summary.endpoint))
+
+
+def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
+    """What the client itself calls the conversation: the most particular of its names."""
     given = [read_text(fields, "conversation_id")]
     given += [headers.get(name, "") for name in HEADERS]
     given.append(read_text(fields, "prompt_cache_key"))
-    name = next(filter(None, given), None)
-    belongs = msgspec.json.encode((tenant, summary.cache_salt, summary.model))
-    root = blake2b(belongs, digest_size=16, key=key).digest()
     # A header's bytes that are no UTF-8 stand in its text as lone surrogates.
-    explicit = None if name is None else _digest(b"named", root, name.encode(errors="surrogatepass"))
-    return Names(explicit, _fingerprints(root, fields, summary.endpoint))
+    return next((name.encode(errors="surrogatepass") for name in given if name), None)
 
 
 def _fingerprints(root: bytes, fields: Fields, endpoint: Endpoint) -> tuple[bytes, ...]:

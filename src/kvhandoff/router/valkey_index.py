@@ -41,6 +41,8 @@ _BATCH = 256
 _MAX_WAITING = 8192
 """Commands that wait for a slow server; what comes then is dropped."""
 
+_LOST = object()
+"""The result of a command that has come to nothing."""
 _BROKEN = (ValkeyError, OSError, TimeoutError, ValueError)
 """What talking to something that isn't a working server ends with: ValueError for what is no RESP."""
 
@@ -108,7 +110,7 @@ class ValkeyIndex:
     async def look_up(self, names: Sequence[bytes]) -> Answer:
         if not self._connected:
             return Answer((), Reason.INDEX_FAILED)
-        answer: asyncio.Future[list[bytes | None] | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         if not self._put(_Command(("MGET", *(PREFIX + name for name in names)), answer)):
             return Answer((), Reason.INDEX_TIMEOUT)
         try:
@@ -116,10 +118,12 @@ class ValkeyIndex:
                 values = await answer
         except TimeoutError:
             return Answer((), Reason.INDEX_TIMEOUT)
-        if values is None:
+        if values is _LOST:
             return Answer((), Reason.INDEX_FAILED)
-        turns = [None if value is None else decode(value) for value in values]
-        foreign = any(turn is None and value is not None for turn, value in zip(turns, values, strict=True))
+        if not isinstance(values, list) or len(values) != len(names):
+            return Answer((), Reason.INDEX_FOREIGN)
+        turns = [decode(value) if isinstance(value, bytes) else None for value in values]
+        foreign = sum(value is not None for value in values) > sum(turn is not None for turn in turns)
         return Answer(turns, Reason.INDEX_FOREIGN if foreign else None)
 
     def remember(self, names: Sequence[bytes], turn: Turn) -> None:
@@ -161,7 +165,8 @@ class ValkeyIndex:
             try:
                 try:
                     async with asyncio.timeout(self._connect_s):
-                        await self._client.ping()
+                        if not await self._client.ping():
+                            raise ValueError("it doesn't answer PING with PONG")
                     self._set_problem(None)
                     self._connected = True
                 finally:
@@ -212,7 +217,7 @@ class ValkeyIndex:
         for command in commands:
             self._on_lost_turns(command.turns)
             if command.answer is not None and not command.answer.done():
-                command.answer.set_result(None)
+                command.answer.set_result(_LOST)
 
     async def _disconnect(self) -> None:
         # A connection that breaks while it is closed is closed.
