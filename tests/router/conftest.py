@@ -17,10 +17,25 @@ import uvloop
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig, Timeouts
 from tests.router.engines import CLUSTER_KEY, MODEL, MockEngine
+from tests.router.valkey_server import BINARY, WHY_NOT
 
 NO_ACCOUNT = {"record_s": 0.05}
 """Timeouts of tests whose engine ends without having written the leg down."""
 LONG_PROMPT = "the quick brown fox jumps over the lazy dog"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a Valkey server where there is none."""
+    if BINARY is None:
+        for item in items:
+            if item.get_closest_marker("valkey"):
+                item.add_marker(pytest.mark.skip(reason=WHY_NOT))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say it where nobody overlooks it."""
+    if BINARY is None:
+        terminalreporter.write_line(f"shared index tests skipped: {WHY_NOT}", yellow=True)
 
 
 class Cluster:

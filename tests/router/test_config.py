@@ -26,6 +26,9 @@ GOOD: dict[str, Any] = {"decode": ("http://127.0.0.1:1",), "cluster_key": b"k"}
         ({"return_mode": "maybe"}, "return_mode: got 'maybe', allowed is auto, on, off"),
         ({"retain": "forever"}, "retain: got 'forever', allowed is renewable, fixed, off"),
         ({"max_conversations": 0}, "max_conversations: got 0"),
+        ({"index": "http://h:1"}, "index: got 'http://h:1', allowed is memory, or a server's URL"),
+        ({"index_ttl_s": 0}, "index_ttl_s: got 0"),
+        ({"timeouts": Timeouts(index_s=0)}, "timeouts.index_s: got 0"),
         ({"on_miss": "retry"}, "on_miss: got 'retry', allowed is recompute, error"),
         ({"port": 65536}, "port: got 65536"),
         ({"max_attempts": 0}, "max_attempts: got 0"),
@@ -41,3 +44,4 @@ def test_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(RouterConfig(**(GOOD | {"cluster_key": b"secret"})))
+    assert "secret" not in repr(RouterConfig(**(GOOD | {"index": "valkey://:secret@h:1/0"})))

@@ -1,42 +1,46 @@
-"""The index of conversations: names, bounds, and accounts."""
+"""Conversations in memory: which turn is found, and how much is kept of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from multidict import CIMultiDict
-
 from kvhandoff.core.ids import EngineId, Epoch, Identity
+from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.messages import HistoryRef
-from kvhandoff.router.body import parse_body, summarize
-from kvhandoff.router.conversations import Conversations, Names, names_of
+from kvhandoff.router.conversations import Conversations, Found, Place
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.index import Answer, LocalIndex, Turn
+from kvhandoff.router.names import Names
 from tests.router.engines import key_of
-from tests.router.test_body import JSON
+from tests.router.test_names import names
 
-CHAT = Endpoint.CHAT
 D = Identity(EngineId("d"), Epoch("1"))
+E = Identity(EngineId("e"), Epoch("1"))
+HERE = Place("tcp://h:1", 4096)
 
 
-def names(
-    headers: dict[str, str] | None = None, *, endpoint: Endpoint = Endpoint.CHAT, **fields: Any
-) -> Names:
-    parsed = parse_body(msgspec.json.encode({"model": "m", **fields}))
-    return names_of(parsed, CIMultiDict(headers or {}), summarize(parsed, endpoint))
+def index(limit: int = 10) -> Conversations:
+    return Conversations(LocalIndex(limit), limit)
 
 
-def named(conversation: object) -> Names:
+def named(conversation: str) -> Names:
     """Of a completion, whose prompt doesn't name it."""
     return names(endpoint=Endpoint.COMPLETIONS, conversation_id=conversation)
 
 
-def history(handoff_id: str, source: Identity = D) -> HistoryRef:
-    return HistoryRef(key=key_of(handoff_id), source=source, control_address="tcp://h:1", n_tokens=4096)
+def turn(handoff_id: str, source: Identity = D) -> Turn:
+    return Turn(key_of(handoff_id), source)
+
+
+def found(handoff_id: str, source: Identity = D, n_tokens: int = 4096) -> Found:
+    history = HistoryRef(
+        key=key_of(handoff_id), source=source, control_address=HERE.control_address, n_tokens=n_tokens
+    )
+    return Found(history, None)
+
+
+NOTHING = Found(None, None)
 
 
 def account(handoff_id: str, engine: Identity = D, **fields: Any) -> LegRecord:
@@ -44,137 +48,115 @@ def account(handoff_id: str, engine: Identity = D, **fields: Any) -> LegRecord:
     return LegRecord(handoff_id=handoff_id, engine_id=engine.engine_id, epoch=engine.epoch, **values)
 
 
-def everybody(life: Identity) -> bool:
-    return True
+def everybody(life: Identity) -> Place | None:
+    return HERE
 
 
-def test_a_header_may_have_any_bytes() -> None:
-    """The bytes of a header that are no UTF-8 come as lone surrogates."""
-    got = names({"x-session-id": "\udce9"}, endpoint=Endpoint.COMPLETIONS)
-    assert got.explicit is not None
-    others = [names({"x-session-id": text}, endpoint=Endpoint.COMPLETIONS) for text in ("\udcea", "é", "?")]
-    assert got not in others
+async def test_longest_beginning_first() -> None:
+    known = index()
+    known.remember(names(messages=["a"]), turn("1"))
+    known.remember(names(messages=["a", "b"]), turn("2"))
+    assert await known.find(names(messages=["a", "b", "c"]), everybody) == found("2")
+    assert await known.find(names(messages=["a", "x", "c"]), everybody) == found("1")
+    assert await known.find(names(messages=["a", "b"]), everybody) == found("1")
+    assert await known.find(names(messages=["a"]), everybody) == NOTHING
+    assert await known.find(names(messages=["x", "a", "b"]), everybody) == NOTHING
 
 
-def test_longest_beginning_first() -> None:
-    index = Conversations(10)
-    index.remember(names(messages=["a"]), history("1"))
-    index.remember(names(messages=["a", "b"]), history("2"))
-    assert index.find(names(messages=["a", "b", "c"]), everybody) == history("2")
-    assert index.find(names(messages=["a", "x", "c"]), everybody) == history("1")
-    assert index.find(names(messages=["a", "b"]), everybody) == history("1")
-    assert index.find(names(messages=["a"]), everybody) is None
-    assert index.find(names(messages=["x", "a", "b"]), everybody) is None
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"cache_salt": "s"},
-        {"model": "n"},
-        {"messages": ["a", "bc"]},
-        {"messages": [["a", "b"], "c"]},
-        {"messages": ["b", "a", "c"]},
-    ],
-)
-def test_what_tells_conversations_apart(other: dict[str, Any]) -> None:
-    index = Conversations(10)
-    index.remember(names(messages=["a", "b"]), history("1"))
-    asked = {"messages": ["a", "b", "c"]}
-    assert index.find(names(**asked), everybody) == history("1")
-    assert index.find(names(**asked | other), everybody) is None
-
-
-def test_a_response_s_input_names_its_conversation() -> None:
-    turn = names(endpoint=Endpoint.RESPONSES, input=["a", "b"])
-    index = Conversations(10)
-    index.remember(turn, history("1"))
-    found = names(endpoint=Endpoint.RESPONSES, input=["a", "b", "c", "d"])
-    assert index.find(found, everybody) == history("1")
-    assert not names(endpoint=Endpoint.RESPONSES, input="a")  # no list of items to begin another one
-    assert not names(endpoint=Endpoint.RESPONSES, messages=["a"])
-
-
-def test_salt_and_name_do_not_run_together() -> None:
-    one = names(cache_salt="a", conversation_id="bc")
-    assert one.explicit != names(cache_salt="ab", conversation_id="c").explicit
-    assert one.explicit == names(cache_salt="a", prompt_cache_key="bc").explicit
-
-
-def test_the_most_particular_name_is_taken() -> None:
-    body = {"conversation_id": "1", "prompt_cache_key": "5"}
-    headers = {"X-Session-ID": "2", "X-Session-Affinity": "3", "X-Correlation-ID": "4"}
-    for number, name in enumerate(["conversation_id", *headers, "prompt_cache_key"], start=1):
-        wanted = names(conversation_id=str(number)).explicit
-        assert names(headers, **body).explicit == wanted
-        body.pop(name, None)
-        headers.pop(name, None)
-    assert names(headers, **body).explicit is None
-
-
-def test_no_name() -> None:
-    assert not names(endpoint=Endpoint.COMPLETIONS)
-    assert not names(endpoint=Endpoint.COMPLETIONS, messages=["a"], conversation_id="")
-    assert not named(7)
-    assert not names(messages=7)
-    assert names(messages=["a"])
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(JSON, JSON, JSON, st.sampled_from(Endpoint))
-def test_any_types(messages: Any, conversation: Any, salt: Any, endpoint: Endpoint) -> None:
-    made = names(endpoint=endpoint, messages=messages, conversation_id=conversation, cache_salt=salt)
-    assert (made.explicit is not None) is (isinstance(conversation, str) and conversation != "")
-    assert len(made.messages) == (
-        len(messages) if endpoint is Endpoint.CHAT and isinstance(messages, list) else 0
-    )
-
-
-def test_bounded_and_least_recently_used_first() -> None:
-    index = Conversations(3)
+async def test_bounded_and_least_recently_used_first() -> None:
+    local = LocalIndex(3)
+    known = Conversations(local, 3)
     for number in range(3):
-        index.remember(named(str(number)), history(str(number)))
-    assert index.find(named("0"), everybody) == history("0")
-    index.remember(named("3"), history("3"))
-    found = [index.find(named(str(n)), everybody) is not None for n in range(4)]
-    assert found == [True, False, True, True]
+        known.remember(named(str(number)), turn(str(number)))
+    assert await known.find(named("0"), everybody) == found("0")
+    known.remember(named("3"), turn("3"))
+    kept = [await known.find(named(str(n)), everybody) != NOTHING for n in range(4)]
+    assert kept == [True, False, True, True]
     for number in range(100):
-        index.remember(names(messages=[number], conversation_id=str(number)), history(str(number)))
-    assert len(index) == 3
+        known.remember(names(messages=[number], conversation_id=str(number)), turn(str(number)))
+    assert len(local) == 3
 
 
-def test_ended_lives_are_dropped() -> None:
-    index = Conversations(10)
-    other = Identity(EngineId("e"), Epoch("1"))
-    index.remember(names(messages=["a"]), history("1", other))
-    index.remember(names(messages=["a", "b"]), history("2"))
+async def test_ended_lives_are_passed_over() -> None:
+    """A life that is only out of sight is found again when it is back."""
+    known = index()
+    known.remember(names(messages=["a"]), turn("1", E))
+    known.remember(names(messages=["a", "b"]), turn("2"))
     asked = names(messages=["a", "b", "c"])
-    assert index.find(asked, lambda life: life == other) == history("1", other)
-    assert len(index) == 1
-    assert index.find(asked, everybody) == history("1", other)
+    assert await known.find(asked, lambda life: HERE if life == E else None) == found("1", E)
+    assert await known.find(asked, lambda life: None) == NOTHING
+    assert await known.find(asked, everybody) == found("2")
 
 
-def test_accounts() -> None:
-    index = Conversations(10)
-    index.remember(names(messages=["a"]), history("1"))
+async def test_the_address_is_the_fleets() -> None:
+    """What an index says of a turn leads nowhere but to an engine of this fleet."""
+    known = index()
+    known.remember(named("1"), turn("1"))
+    result = await known.find(named("1"), lambda life: Place("tcp://moved:2", 100))
+    assert result.history is not None
+    assert (result.history.control_address, result.history.n_tokens) == ("tcp://moved:2", 100)
+
+
+async def test_accounts() -> None:
+    known = index()
+    known.remember(names(messages=["a"]), turn("1"))
     asked = names(messages=["a", "b"])
     # Of another life, of another leg, of another turn: none of them says anything of this one.
-    index.account(account("1", Identity(EngineId("d"), Epoch("2"))))
-    index.account(account("1", leg="prefill"))
-    index.account(account("1", attempt=1))
-    index.account(account("2"))
-    assert index.find(asked, everybody) == history("1")
-    index.account(account("1", retained_tokens=48))
-    found = index.find(asked, everybody)
-    assert found is not None
-    assert found.n_tokens == 48
-    index.account(account("1", retained_tokens=0))
-    assert index.find(asked, everybody) is None
+    known.account(account("1", Identity(EngineId("d"), Epoch("2"))))
+    known.account(account("1", leg="prefill"))
+    known.account(account("1", attempt=1))
+    known.account(account("2"))
+    assert await known.find(asked, everybody) == found("1")
+    known.account(account("1", retained_tokens=48))
+    assert await known.find(asked, everybody) == found("1", n_tokens=48)
+    known.account(account("1", retained_tokens=0))
+    assert await known.find(asked, everybody) == NOTHING
 
 
-def test_a_later_turn_takes_the_name() -> None:
-    index = Conversations(10)
-    name = named("1")
-    index.remember(name, history("1"))
-    index.remember(name, history("2"))
-    assert index.find(name, everybody) == history("2")
+async def test_a_turn_of_which_nothing_is_kept_hides_no_earlier_one() -> None:
+    known = index()
+    known.remember(names(messages=["a"]), turn("1"))
+    known.remember(names(messages=["a", "b"]), turn("2"))
+    known.account(account("2", retained_tokens=0))
+    assert await known.find(names(messages=["a", "b", "c"]), everybody) == found("1")
+
+
+async def test_an_account_may_come_first() -> None:
+    """Another replica may still be writing the turn down when the engine's account is here."""
+    known = index()
+    known.account(account("1", retained_tokens=48))
+    known.remember(named("1"), turn("1"))
+    assert await known.find(named("1"), everybody) == found("1", n_tokens=48)
+
+
+async def test_accounts_are_bounded() -> None:
+    known = index(limit=3)
+    for number in range(5):
+        known.account(account(str(number), retained_tokens=48))
+    for number in (1, 2):
+        known.remember(named(str(number)), turn(str(number)))
+    assert await known.find(named("1"), everybody) == found("1")  # forgotten: at most all that fits
+    assert await known.find(named("2"), everybody) == found("2", n_tokens=48)
+
+
+async def test_a_later_turn_takes_the_name() -> None:
+    known = index()
+    known.remember(named("1"), turn("1"))
+    known.remember(named("1"), turn("2"))
+    assert await known.find(named("1"), everybody) == found("2")
+
+
+async def test_an_index_that_says_less_says_why() -> None:
+    class Failing(LocalIndex):
+        answer = Answer((), Reason.INDEX_FAILED)
+
+        async def look_up(self, names: object) -> Answer:
+            return self.answer
+
+    failing = Failing(1)
+    known = Conversations(failing, 1)
+    assert await known.find(named("1"), everybody) == Found(None, Reason.INDEX_FAILED)
+    failing.answer = Answer([None, turn("1")], Reason.INDEX_FOREIGN)
+    asked = names(messages=["a", "b", "c"])
+    result = await known.find(asked, everybody)
+    assert result == Found(found("1").history, Reason.INDEX_FOREIGN)

@@ -22,6 +22,7 @@ from kvhandoff.cli.common import (
     stop_event,
 )
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.settings import HandoffSettings
 
 if TYPE_CHECKING:
     from kvhandoff.router.security import Security
@@ -103,6 +104,21 @@ Retain = typer.Option(
 )
 
 
+Index = typer.Option(
+    "memory",
+    "--index",
+    envvar="KVHANDOFF_INDEX",
+    help="Where conversations are found again: memory, or for several replicas of the router "
+    "valkey://HOST:PORT/DB (also redis, and valkeys or rediss for TLS).",
+)
+IndexTTL = typer.Option(
+    HandoffSettings().retain_lease_s,
+    "--index-ttl",
+    min=0.1,
+    help="Seconds that a shared index keeps a turn after its last use: the engines' --retain-lease.",
+)
+
+
 def router(
     prefill: list[str] = typer.Option(
         [],
@@ -117,6 +133,8 @@ def router(
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
     return_mode: ReturnOption = ReturnMode,
     retain: RetainOption = Retain,
+    index: str = Index,
+    index_ttl: float = IndexTTL,
     connector: ConnectorOption = Connector,
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
     tenants: Path | None = Tenants,
@@ -137,6 +155,8 @@ def router(
             raise ConfigError(
                 f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
             )
+        if index != "memory":
+            raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
         start = _upstream(connector, prefill, decode, host, port, path, return_mode, security)
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
@@ -155,6 +175,8 @@ def router(
         retain=retain.value,
         on_miss=on_miss.value,
         security=security,
+        index=index,
+        index_ttl_s=index_ttl,
     )
 
     _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)

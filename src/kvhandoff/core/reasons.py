@@ -43,6 +43,7 @@ class Reason(StrEnum):
     SOURCE_SHORT = "source_short"
     REVOKED = "revoked"
     QUEUE_TIMEOUT = "queue_timeout"
+    INDEX_FOREIGN = "index_foreign"
 
     # failures
     LEASE_LAPSED = "lease_lapsed"
@@ -60,6 +61,8 @@ class Reason(StrEnum):
     NO_DECODE_ENGINE = "no_decode_engine"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_failed"
+    INDEX_TIMEOUT = "index_timeout"
+    INDEX_FAILED = "index_failed"
     UNKNOWN = "unknown"
     """One of a newer version, which this one doesn't know."""
 
@@ -104,5 +107,6 @@ _DECLINES = frozenset(
         Reason.SOURCE_SHORT,
         Reason.REVOKED,
         Reason.QUEUE_TIMEOUT,
+        Reason.INDEX_FOREIGN,
     }
 )

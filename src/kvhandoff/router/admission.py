@@ -6,18 +6,20 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, unavailable
+from kvhandoff.core.ids import Identity
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
-from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
-from kvhandoff.router.conversations import Conversations, names_of
+from kvhandoff.router.conversations import Conversations, Place
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.index import Turn
 from kvhandoff.router.legs import leg_headers
 from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.names import key_of_names, names_of
 from kvhandoff.router.policy import (
     PATH_HEADER,
     RETURN_HEADER,
@@ -45,6 +47,7 @@ class Admission:
         self._config = config
         self._fleet = fleet
         self._conversations = conversations
+        self._names_key = key_of_names(config.cluster_key)
         self._metrics = metrics
         self._clock = clock
 
@@ -73,7 +76,7 @@ class Admission:
             timer=timer,
             draft=draft,
         )
-        self._recall(x)
+        await self._recall(x)
         self._choose_path(x)
         return x
 
@@ -82,31 +85,22 @@ class Admission:
         leg = x.draft.decode
         if x.names is None or x.retain is None or leg is None or not x.answered:
             return
-        engine = self._fleet.life(leg.engine)
-        if engine is not None and engine.state is not None:
-            state = engine.state
-            self._conversations.remember(
-                x.names,
-                HistoryRef(
-                    key=leg.key,
-                    source=leg.engine,
-                    control_address=state.control_address,
-                    n_tokens=state.max_model_len,  # at most, until the engine's account says how many
-                ),
-            )
+        self._conversations.remember(x.names, Turn(leg.key, leg.engine))
 
-    def _recall(self, x: Exchange) -> None:
+    async def _recall(self, x: Exchange) -> None:
         """The conversation's history, if a decode engine keeps it."""
         requested = x.draft.requested_return
         if requested == "off" or x.summary.prompts > 1:
             return
-        names = names_of(x.fields, x.request.headers, x.summary)
+        names = names_of(x.fields, x.request.headers, x.summary, key=self._names_key)
         if not names:
             return
         x.names = names
         x.retain = None if self._config.retain == "off" else self._config.retain
-        history = self._conversations.find(names, lambda life: self._fleet.life(life) is not None)
+        history, missed = await self._conversations.find(names, self._locate)
         self._metrics.count_lookup(found=history is not None)
+        if missed is not None:
+            x.draft.because(missed)
         if history is None:
             return
         reason = choose_return(requested, history.n_tokens)
@@ -115,6 +109,12 @@ class Admission:
             return
         x.history, x.holder = history, self._fleet.life(history.source)
         x.draft.history = history.source
+
+    def _locate(self, life: Identity) -> Place | None:
+        engine = self._fleet.life(life)
+        if engine is None or engine.state is None:
+            return None
+        return Place(engine.state.control_address, engine.state.max_model_len)
 
     def _choose_path(self, x: Exchange) -> None:
         draft, holder = x.draft, x.holder.url if x.holder is not None else None

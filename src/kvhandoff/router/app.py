@@ -21,6 +21,7 @@ from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.guard import guarded, serve_guarded
+from kvhandoff.router.index import open_index
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.records import Draft, Records
@@ -49,7 +50,15 @@ class Front:
             on_closed=self._metrics.count_request,
             on_settled=self._metrics.observe,
         )
-        self._conversations = Conversations(config.max_conversations)
+        self._index = open_index(
+            config.index,
+            limit=config.max_conversations,
+            ttl_s=config.index_ttl_s,
+            deadline_s=config.timeouts.index_s,
+            connect_s=config.timeouts.connect_s,
+            on_lost_turns=self._metrics.lost_turns.inc,
+        )
+        self._conversations = Conversations(self._index, config.max_conversations)
         self._fleet: Fleet
         self._relay: Relay
 
@@ -79,11 +88,12 @@ class Front:
             self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs)
             admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
             self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
-            await self._fleet.start()
             try:
+                await asyncio.gather(self._fleet.start(), self._index.start())
                 yield
             finally:
                 await self._fleet.close()
+                await self._index.close()
 
     def _add_legs(self, legs: Sequence[LegRecord]) -> None:
         """Engines' accounts."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router.address import EngineAddress, parse_address
+from kvhandoff.router.index import IN_MEMORY, check_index
 from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, ReturnChoice
 from kvhandoff.router.security import Security
 
@@ -53,6 +55,8 @@ class Timeouts:
     """One state report of one engine; three missed ones make it unhealthy."""
     record_s: float = 1.0
     """A reader of a record waits this long for the engines' accounts; then it is given as incomplete."""
+    index_s: float = 0.05
+    """A look-up in a shared index of conversations; then the prompt is computed without its history."""
     ticket_s: float = 20.0
     """How long a ticket is good for, from its signing to the engine's reading it."""
 
@@ -87,8 +91,14 @@ class RouterConfig:
     max_body_bytes: int = 32 * 2**20
     max_records: int = 10_000
     """Records kept for `GET /v1/handoffs/{id}`; the oldest go first."""
+    index: str = field(default=IN_MEMORY, repr=False)
+    """Where conversations are found again: `memory`, or for several replicas of the router a Valkey or Redis
+    server's URL, `valkey://HOST:PORT/DB`. It may hold a password."""
+    index_ttl_s: float = HandoffSettings().retain_lease_s
+    """How long a shared index keeps a turn after its last use: the engines' `retain_lease_s`."""
     max_conversations: int = 50_000
-    """Names of turns that are remembered, about two for each; the least recently used go first."""
+    """Names of turns that are remembered in memory, about two for each, and engines' accounts of turns; the
+    least recently used go first."""
     timeouts: Timeouts = Timeouts()
     security: Security = field(default_factory=Security)
 
@@ -105,13 +115,15 @@ class RouterConfig:
             raise ConfigError(f"prefill, decode: got {', '.join(twice)} more than once, allowed is once")
         if not self.cluster_key:
             raise ConfigError("cluster_key: got an empty key, allowed is one byte or more")
+        check_index(self.index)
         _check_choice("path", self.path, PATH_CHOICES)
         _check_choice("return_mode", self.return_mode, RETURN_CHOICES)
         _check_choice("retain", self.retain, RETAIN_CHOICES)
         _check_choice("on_miss", self.on_miss, MISS_POLICIES)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, allowed is 0 to 65535")
-        for name in ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records", "max_conversations"):
+        positive = ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records", "max_conversations")
+        for name in (*positive, "index_ttl_s"):
             _check_positive(name, getattr(self, name))
         for item in fields(self.timeouts):
             _check_positive(f"timeouts.{item.name}", getattr(self.timeouts, item.name))

@@ -12,9 +12,9 @@ from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router.body import Fields
-from kvhandoff.router.conversations import Names
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.moves import Bound, Move
+from kvhandoff.router.names import Names
 from kvhandoff.router.policy import Path, RequestSummary
 from kvhandoff.router.records import Draft, LegRef
 from kvhandoff.router.source import Source

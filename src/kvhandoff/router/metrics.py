@@ -59,6 +59,11 @@ class RouterMetrics:
             ["result"],
             registry=self._registry,
         )
+        self.lost_turns = Counter(
+            "kvhandoff_router_index_lost_turns",
+            "Turns of conversations that could not be remembered in the shared index.",
+            registry=self._registry,
+        )
         self._returned = Counter(
             "kvhandoff_router_returned_tokens",
             "Prompt tokens whose KV was read from the decode engine of an earlier turn.",

@@ -23,7 +23,7 @@ import msgspec
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.router.body import Fields
-from kvhandoff.router.conversations import names_of
+from kvhandoff.router.names import given_name
 from kvhandoff.router.policy import RequestSummary
 
 
@@ -155,7 +155,8 @@ class Turn:
     """One request, as a turn of a conversation."""
 
     def __init__(self, fields: Fields, headers: Mapping[str, str], summary: RequestSummary) -> None:
-        self._explicit = names_of(fields, headers, summary).explicit
+        name = given_name(fields, headers)
+        self._explicit = None if name is None else _digest(name)
         root = msgspec.json.encode((summary.cache_salt, summary.model, summary.endpoint))
         shaping = sorted(_SHAPING & fields.keys())
         self._root = _digest(root, *(_digest(name.encode(), b"=", bytes(fields[name])) for name in shaping))

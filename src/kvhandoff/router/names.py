@@ -1,0 +1,165 @@
+"""What a conversation is called: by the client, and by its messages.
+
+A turn is remembered under a fingerprint of the messages that it was asked with, and a later turn of an
+unchanged client repeats these at its beginning. What clients change between turns while the prompt's tokens
+stay the same is left out of a fingerprint: the order of keys and the spaces of JSON, its escapes, empty and
+absent fields, a text alone or as the only part of a content, marks for caches, ids, and the reasoning of
+earlier answers, which templates strip. A fingerprint that takes two conversations for one costs a claim that
+is answered with what they have in common; so it may leave out too much, but not too little.
+
+Names hold the authenticated tenant, the cache salt and the model, so that no tenant meets another's (field
+case 61), under a key of the cluster's: who reads an index learns nothing of the messages from their names,
+and can't make one up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from kvhandoff.router.body import Fields, read_text
+from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.policy import RequestSummary
+
+HEADERS = ("x-session-id", "x-session-affinity", "x-correlation-id")
+"""Headers by which clients name a conversation (case doesn't matter)."""
+
+MOST_NAMES = 512
+"""Beginnings of a conversation that are looked up: those that lack the fewest of its last messages. A turn
+adds a few messages, so that this is far beyond the last one; and it bounds what one body may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a turn's conversation is called; each name has 16 bytes."""
+
+    explicit: bytes | None
+    """From the client's own name for it."""
+    messages: tuple[bytes, ...] = ()
+    """Fingerprints of a chat's messages: of the first one, of the first two, … of all."""
+
+    def __bool__(self) -> bool:
+        """Whether a later turn could find this one."""
+        return self.explicit is not None or bool(self.messages)
+
+    def of_this_turn(self) -> Iterable[bytes]:
+        """What it is remembered under."""
+        yield from self.messages[-1:]
+        if self.explicit is not None:
+            yield self.explicit
+
+    def of_former_turns(self) -> Iterable[bytes]:
+        """What a former turn may be found under, the one that shares most first. A client may give several
+        conversations one name (`prompt_cache_key`), or each request another, so its messages say more."""
+        yield from self.messages[-2 : -2 - MOST_NAMES : -1]
+        if self.explicit is not None:
+            yield self.explicit
+
+
+def key_of_names(cluster_key: bytes) -> bytes:
+    """The key of all names of a cluster's conversations; 32 bytes."""
+    return blake2b(cluster_key, digest_size=32, person=b"conversations").digest()
+
+
+def names_of(
+    fields: Fields,
+    headers: Mapping[str, str],
+    summary: RequestSummary,
+    *,
+    tenant: str = "",
+    key: bytes = b"",
+) -> Names:
+    """The names of a request's conversation.
+
+    `tenant`: who has been authenticated, "" where nobody is. `key`: `key_of_names` where names leave the
+    process. Nothing is raised: what can't be read gives no name.
+    """
+    belongs = msgspec.json.encode((tenant, summary.cache_salt, summary.model))
+    root = blake2b(belongs, digest_size=16, key=key).digest()
+    name = given_name(fields, headers)
+    explicit = None if name is None else _digest(b"named", root, name)
+    return Names(explicit, _fingerprints(root, fields, summary.endpoint))
+
+
+def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
+    """What the client itself calls the conversation: the most particular of its names."""
+    given = [read_text(fields, "conversation_id")]
+    given += [headers.get(name, "") for name in HEADERS]
+    given.append(read_text(fields, "prompt_cache_key"))
+    # A header's bytes that are no UTF-8 stand in its text as lone surrogates.
+    return next((name.encode(errors="surrogatepass") for name in given if name), None)
+
+
+def _fingerprints(root: bytes, fields: Fields, endpoint: Endpoint) -> tuple[bytes, ...]:
+    if endpoint is Endpoint.COMPLETIONS:
+        return ()  # a prompt doesn't say where its turns begin
+    fingerprint, made = _digest(b"messages", root), []
+    try:
+        for raw in _read_messages(fields, endpoint):
+            # One that is long is taken by its bytes: reading it would hold up the loop.
+            seen = bytes(raw) if len(raw) > _LONG else _seen(msgspec.json.decode(raw))
+            if seen is not None:
+                fingerprint = _digest(fingerprint, seen)
+            made.append(fingerprint)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()  # the engine refuses it
+    return tuple(made)
+
+
+_LONG = 65536
+"""Bytes of a message's JSON."""
+_messages = msgspec.json.Decoder(list[msgspec.Raw] | str)
+
+
+def _read_messages(fields: Fields, endpoint: Endpoint) -> list[msgspec.Raw] | list[bytes]:
+    messages = _messages.decode(fields.get(endpoint.input_field, b"[]"))
+    if not isinstance(messages, str):
+        return messages
+    if endpoint is not Endpoint.RESPONSES:
+        return []
+    return [msgspec.json.encode({"role": "user", "content": messages})]
+
+
+_UNSEEN = frozenset({"id", "status", "cache_control", "annotations", "reasoning", "reasoning_content"})
+"""Fields of a message that don't reach the prompt, or reach that of some turns only."""
+_EMPTY: tuple[object, ...] = (None, "", [])
+
+
+def _seen(message: object) -> bytes | None:
+    """The JSON of what matters of a message; None: nothing of it does."""
+    if isinstance(message, dict):
+        kind = message.get("type")
+        if kind == "reasoning":
+            return None  # an item of its own, which clients drop from older turns
+        kept = {name: value for name, value in message.items() if name not in _UNSEEN}
+        if kind == "message":
+            del kept["type"]  # what an item is that doesn't say
+        if isinstance(kept.get("content"), list):
+            kept["content"] = _content(kept["content"])
+        message = {name: value for name, value in kept.items() if value not in _EMPTY}
+        text = message.pop("content", None)
+        if isinstance(text, str):
+            return msgspec.json.encode(message, order="deterministic") + text.encode()
+        message["content"] = text
+    return msgspec.json.encode(message, order="deterministic")
+
+
+def _content(parts: list[Any]) -> object:
+    """A content in parts; one that is no more than a text is that text."""
+    match parts:
+        case [{"type": "text" | "input_text" | "output_text", "text": str(text)}]:
+            return text
+    return [_without_marks(part) if isinstance(part, dict) else part for part in parts]
+
+
+def _without_marks(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name not in _UNSEEN}
+
+
+def _digest(*parts: bytes) -> bytes:
+    """Each part but the last is of a fixed length: none runs into the next."""
+    return blake2b(b"".join(parts), digest_size=16).digest()
