@@ -20,10 +20,11 @@ from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.policy import (
     PATH_HEADER,
     RETURN_HEADER,
-    choose_path,
+    History,
     choose_return,
     requested_path,
     requested_return,
+    tokens_of,
 )
 from kvhandoff.router.records import Draft
 from kvhandoff.web import read_body
@@ -111,10 +112,17 @@ class Admission:
         x.draft.history = history.source
 
     def _choose_path(self, x: Exchange) -> None:
-        draft, holder = x.draft, x.holder.url if x.holder is not None else None
-        draft.path, reason = choose_path(draft.requested_path, x.summary, self._fleet.view(), holder)
+        draft, view, history = x.draft, self._fleet.view(), None
+        if x.history is not None and x.holder is not None:
+            history = History(x.holder.url, x.history.n_tokens, draft.requested_return == "on")
+        decision = self._config.policies.choose_path(draft.requested_path, x.summary, view, history, x.cached)
+        draft.path, draft.expected, reason = decision.path, decision.expected, decision.reason
+        x.tokens = tokens_of(x.summary, view)
         if reason is not None:
             draft.because(reason)
+        if not decision.returns:
+            x.history = None
+            draft.because(Reason.RETURN_TOO_SHORT)
         if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path in ("pull", "push"):
             tolerate_miss(self._config, f"no prefill engine for {x.summary.model!r} is healthy", reason)
 

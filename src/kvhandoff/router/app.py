@@ -21,7 +21,7 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.rebind import read_order, rebind
-from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.records import Draft, Records, RequestRecord
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session
 from kvhandoff.web import Server, errors, json_response, read_body
@@ -46,7 +46,7 @@ class Front:
             config.max_records,
             on_reason=self._metrics.count_reason,
             on_closed=self._metrics.count_request,
-            on_settled=self._metrics.observe,
+            on_settled=self._settled,
         )
         self._conversations = Conversations(config.max_conversations)
         self._fleet: Fleet
@@ -85,6 +85,11 @@ class Front:
         for leg in legs:
             self._conversations.account(leg)
         self._records.add_legs(legs)
+
+    def _settled(self, record: RequestRecord) -> None:
+        """A request's record is complete."""
+        self._metrics.observe(record)
+        self._fleet.learn(record)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Endpoint.CHAT)
@@ -136,7 +141,7 @@ class Front:
         draft = self._draft(request)
         order = read_order(await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s))
         running = self._relay.running.get(draft.handoff_id)
-        return json_response(await rebind(draft, running, self._fleet, order))
+        return json_response(await rebind(draft, running, self._fleet, self._config.policies, order))
 
     def _draft(self, request: web.Request) -> Draft:
         identifier = request.match_info["id"]

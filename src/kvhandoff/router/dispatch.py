@@ -55,7 +55,7 @@ class Dispatcher:
         """Run a prefill leg that the decode leg waits for (pull). None: done, `source.prefilled` has the
         result. A 4xx is the client's answer."""
         body = self.prefill_body(x, source)
-        with source.engine.reserve():
+        with source.engine.reserve(x.to_prefill, x.to_prefill):
             x.cut(Phase.ROUTE)
             refused = await self.prefill_leg(x, source, body)
         x.cut(Phase.PREFILL_NETWORK)
@@ -104,7 +104,7 @@ class Dispatcher:
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
         pushed = x.source is not None and x.source.awaited
-        with engine.reserve():
+        with engine.reserve(x.tokens, x.to_compute) as x.reservation:
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
                 async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:

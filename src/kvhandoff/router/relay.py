@@ -50,7 +50,6 @@ from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
-from kvhandoff.router.policy import choose_decode, choose_prefill
 from kvhandoff.router.records import LegRef, Records
 from kvhandoff.router.source import Source
 from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
@@ -76,6 +75,7 @@ class Relay:
         self._dispatcher = Dispatcher(session, config.timeouts, config.on_miss)
         self._records = records
         self._clock = clock
+        self._policies = config.policies
         self.running: dict[HandoffId, Exchange] = {}
         """Requests that have been admitted and not ended."""
 
@@ -145,7 +145,9 @@ class Relay:
 
     async def _begin_prefill(self, x: Exchange, target: Engine) -> Outcome | None:
         """Send the prefill leg, and wait for it if it is pulled from. Its 4xx is the answer to a pull."""
-        choice = choose_prefill(self._fleet.view(), x.summary.model, x.avoid)
+        choice = self._policies.choose_prefill(
+            self._fleet.view(), x.summary.model, x.avoid, tokens=x.tokens, cached=x.cached
+        )
         if isinstance(choice, Reason):
             reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else choice
             self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
@@ -156,7 +158,7 @@ class Relay:
         x.source = source
         if x.path == "push":
             body = self._dispatcher.prefill_body(x, source, target)
-            source.run(self._prefill_beside(x, source, body))
+            source.run(self._prefill_beside(x, source, body), x.to_prefill)
             return None
         refused = await self._dispatcher.prefill(x, source)
         if refused is None and source.prefilled is not None and source.prefilled.offer is None:
@@ -192,11 +194,11 @@ class Relay:
             return x.move.target
         model, holder = x.summary.model, x.holder.url if x.holder is not None else None
         avoid = x.avoid if x.left is None else x.avoid | {x.left.url}
-        target = choose_decode(self._fleet.view(), model, avoid, holder)
+        target = self._policies.choose_decode(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
-            target = choose_decode(self._fleet.view(), model, avoid, holder)
+            target = self._policies.choose_decode(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(
