@@ -26,6 +26,7 @@ from kvhandoff.router.policy import (
     requested_return,
     tokens_of,
 )
+from kvhandoff.router.prefixes import Prefixes
 from kvhandoff.router.records import Draft
 from kvhandoff.web import read_body
 
@@ -44,6 +45,7 @@ class Admission:
         self._config = config
         self._fleet = fleet
         self._conversations = conversations
+        self._prefixes = Prefixes(config.max_conversations)
         self._metrics = metrics
         self._clock = clock
 
@@ -77,6 +79,8 @@ class Admission:
         leg = x.draft.decode
         if x.names is None or x.retain is None or leg is None or not x.answered:
             return
+        if x.draft.prefill is not None:
+            self._prefixes.remember(leg.key, x.draft.prefill.engine, x.tokens)
         engine = self._fleet.life(leg.engine)
         if engine is not None and engine.state is not None:
             state = engine.state
@@ -104,6 +108,7 @@ class Admission:
         self._metrics.count_lookup(found=history is not None)
         if history is None:
             return
+        x.cached = self._prefixes.find(history.key, self._fleet.prefill)
         reason = choose_return(requested, history.n_tokens)
         if reason is not None:
             x.draft.because(reason)

@@ -21,6 +21,7 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.rebind import read_order, rebind
+from kvhandoff.router.rebinder import Rebinder
 from kvhandoff.router.records import Draft, Records, RequestRecord
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session
@@ -75,6 +76,9 @@ class Front:
             admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
             self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
             await self._fleet.start()
+            if self._config.policies.binding == "rebind":
+                rebinder = Rebinder(fleet, self._config.policies, self._relay.running)
+                fleet.spawn(rebinder.run(self._config.poll_interval_s))
             try:
                 yield
             finally:

@@ -55,7 +55,8 @@ class Dispatcher:
         """Run a prefill leg that the decode leg waits for (pull). None: done, `source.prefilled` has the
         result. A 4xx is the client's answer."""
         body = self.prefill_body(x, source)
-        with source.engine.reserve(x.to_prefill, x.to_prefill):
+        tokens = x.to_prefill(source.engine)
+        with source.engine.reserve(tokens, tokens):
             x.cut(Phase.ROUTE)
             refused = await self.prefill_leg(x, source, body)
         x.cut(Phase.PREFILL_NETWORK)

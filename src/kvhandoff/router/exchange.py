@@ -75,10 +75,9 @@ class Exchange:
         """Tokens of the prompt whose KV the history has, at most."""
         return min(self.history.n_tokens, self.tokens - 1) if self.history is not None else 0
 
-    @property
-    def to_prefill(self) -> int:
+    def to_prefill(self, engine: Engine) -> int:
         """Tokens that a prefill engine computes for it, about."""
-        return self.tokens - self.history_tokens
+        return max(1, self.tokens - max(self.history_tokens, self.cached.get(engine.url, 0)))
 
     @property
     def to_compute(self) -> int:

@@ -158,7 +158,7 @@ class Relay:
         x.source = source
         if x.path == "push":
             body = self._dispatcher.prefill_body(x, source, target)
-            source.run(self._prefill_beside(x, source, body), x.to_prefill)
+            source.run(self._prefill_beside(x, source, body), x.to_prefill(engine))
             return None
         refused = await self._dispatcher.prefill(x, source)
         if refused is None and source.prefilled is not None and source.prefilled.offer is None:

@@ -7,9 +7,10 @@ to be known. Three things make it usable on engines that are never measured alon
   again within some 1/ALPHA legs; the first ones count more, and a prior stands for PRIOR_WEIGHT of them;
 - an observation is taken for no more than CLIP times, or a CLIP-th of, the present value: a leg that was
   held up for a minute is one clipped observation;
-- one above the estimate counts a quarter of one below it (an expectile; Newey and Powell, "Asymmetric least
-  squares estimation and testing", Econometrica 55, 1987). What other requests add to a leg's time is the
-  queue's account, which the cost model has already; the estimate is to be near what a leg takes undisturbed.
+- then, one above the estimate counts a quarter of one below it (an expectile; Newey and Powell, "Asymmetric
+  least squares estimation and testing", Econometrica 55, 1987). What other requests add to a leg's time is
+  the queue's account, which the cost model has already; the estimate is to be near what a leg takes
+  undisturbed.
 """
 
 from __future__ import annotations
@@ -36,5 +37,7 @@ class Estimate:
         """The estimate with one more observation, 0 or more; 0 counts as a CLIP-th of the estimate."""
         lowest, highest = self.value / CLIP, self.value * CLIP
         clipped = max(min(value, highest), lowest, _FLOOR)
-        share = max(ALPHA, 1 / (self.n + 1 + PRIOR_WEIGHT)) * (ABOVE if clipped > self.value else 1.0)
+        share = 1 / (self.n + 1 + PRIOR_WEIGHT)
+        if share < ALPHA:
+            share = ALPHA * ABOVE if clipped > self.value else ALPHA
         return Estimate(self.value * math.exp(share * math.log(clipped / self.value)), self.n + 1)
