@@ -17,6 +17,7 @@ from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine, Role
 from kvhandoff.router.policy import EngineView, Estimate, FleetView, learn_leg
+from kvhandoff.router.policy.costs import MIN_TOKENS
 from kvhandoff.router.records import RequestRecord
 from kvhandoff.router.side import SidePages
 
@@ -89,7 +90,7 @@ class Fleet:
     def learn(self, record: RequestRecord) -> None:
         """What only the router's own account of a request shows: its legs' ways, and its prompt's length."""
         expected = record.expected
-        if expected is not None and expected.text_bytes and record.prompt_tokens:
+        if expected is not None and expected.text_bytes and record.prompt_tokens >= MIN_TOKENS:
             ratio = record.prompt_tokens / expected.text_bytes
             self._tokens_per_byte = self._tokens_per_byte.observe(ratio)
         if record.path == "pull" and record.attempts == 1 and record.prefill is not None:

@@ -17,6 +17,7 @@ take its steps at a prompt's pace. At least one is assumed, since a decode engin
 that come meanwhile. A second that another request waits counts as much as one that this one waits.
 
 What an engine has not been measured at is taken from those of its model that have, and else from the prior.
+A queue counts from when it is known how fast tokens are computed: a prior is good for proportions only.
 """
 
 from __future__ import annotations
@@ -166,42 +167,43 @@ class _Model:
         engine, own = self._decode, self._at_decode
         if path != "local":
             engine, own = self._prefill, self._at_prefill
-        token_s = self._measured(engine, lambda costs: costs.compute_s)
+        speed = self._measured(engine, lambda costs: costs.compute_s)
+        token_s = speed.value
         returned = self._kept - own if returning else 0
         computing = (self._tokens - own - returned) * token_s
         cost = Cost(
-            queue=engine.queue * token_s,
+            queue=engine.queue * token_s if speed.n else 0.0,
             compute=computing,
             returning=self._return_s(engine, returned) if returning else 0.0,
         )
         if path == "local":
             return cost._replace(harm=computing * max(1, engine.running))
         moved = self._tokens - self._at_decode
-        pull_s = self._measured(self._decode, lambda costs: costs.pull_s)
+        pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
         if path == "pull":
-            leg_s = self._measured(engine, lambda costs: costs.leg_s)
+            leg_s = self._measured(engine, lambda costs: costs.leg_s).value
             return cost._replace(wire=self._wire_s(self._decode, moved), coordination=leg_s + pull_s)
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
         unhidden_s = self._wire_s(self._decode, moved) - computing
-        push_s = self._measured(self._decode, lambda costs: costs.push_s)
+        push_s = self._measured(self._decode, lambda costs: costs.push_s).value
         return cost._replace(wire=max(tail_s, unhidden_s), coordination=push_s)
 
     def _return_s(self, engine: EngineView, tokens: int) -> float:
-        return self._measured(engine, lambda costs: costs.pull_s) + self._wire_s(engine, tokens)
+        return self._measured(engine, lambda costs: costs.pull_s).value + self._wire_s(engine, tokens)
 
     def _wire_s(self, engine: EngineView, tokens: int) -> float:
         """To read `tokens` into it."""
-        token_bytes = self._measured(engine, lambda costs: costs.token_bytes)
-        return tokens * token_bytes * self._measured(engine, lambda costs: costs.read_s)
+        token_bytes = self._measured(engine, lambda costs: costs.token_bytes).value
+        return tokens * token_bytes * self._measured(engine, lambda costs: costs.read_s).value
 
-    def _measured(self, engine: EngineView, quantity: Callable[[EngineCosts], Estimate]) -> float:
+    def _measured(self, engine: EngineView, quantity: Callable[[EngineCosts], Estimate]) -> Estimate:
         own = quantity(engine.costs)
         if own.n:
-            return own.value
+            return own
         alike = [
             quantity(other.costs)
             for engines in (self._fleet.prefill, self._fleet.decode)
             for other in usable(engines, engine.model)
         ]
         known = [math.log(estimate.value) for estimate in alike if estimate.n]
-        return math.exp(sum(known) / len(known)) if known else own.value
+        return Estimate(math.exp(sum(known) / len(known)), len(known)) if known else own
