@@ -17,8 +17,10 @@ THINK_S = 5.0
 
 def play(slowdown: float) -> tuple[list[int], float, int]:
     """Each session asks, waits for its answer, thinks, and asks again. An engine works off 10 requests a
-    second, engine 0 `slowdown` times fewer. (Turns by engine, hit rate, by how much a chosen engine's load was
-    above the least, at most.)"""
+    second, engine 0 `slowdown` times fewer.
+
+    Returns the turns by engine, the hit rate, and by how much a chosen engine's load was above the least.
+    """
     rng, policies = random.Random(7), Policies()
     service = [0.1 * slowdown] + [0.1] * (ENGINES - 1)
     load, chosen, free_at = [0] * ENGINES, [0] * ENGINES, [0.0] * ENGINES

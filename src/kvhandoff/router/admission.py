@@ -13,6 +13,7 @@ from kvhandoff.router.body import Fields, check_stateless, parse_body, read_mode
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations, names_of
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.legs import leg_headers
@@ -79,8 +80,8 @@ class Admission:
         leg = x.draft.decode
         if x.names is None or x.retain is None or leg is None or not x.answered:
             return
-        if x.draft.prefill is not None:
-            self._prefixes.remember(leg.key, x.draft.prefill.engine, x.tokens)
+        source = x.draft.prefill.engine if x.draft.prefill is not None else None
+        self._prefixes.remember(leg.key, source, x.tokens)
         engine = self._fleet.life(leg.engine)
         if engine is not None and engine.state is not None:
             state = engine.state
@@ -119,7 +120,8 @@ class Admission:
     def _choose_path(self, x: Exchange) -> None:
         draft, view, history = x.draft, self._fleet.view(), None
         if x.history is not None and x.holder is not None:
-            history = History(x.holder.url, x.history.n_tokens, draft.requested_return == "on")
+            x.kept = self._kept(x.history, x.holder)
+            history = History(x.holder.url, x.kept, draft.requested_return == "on")
         decision = self._config.policies.choose_path(draft.requested_path, x.summary, view, history, x.cached)
         draft.path, draft.expected, reason = decision.path, decision.expected, decision.reason
         x.tokens = tokens_of(x.summary, view)
@@ -130,6 +132,12 @@ class Admission:
             draft.because(Reason.RETURN_TOO_SHORT)
         if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path in ("pull", "push"):
             tolerate_miss(self._config, f"no prefill engine for {x.summary.model!r} is healthy", reason)
+
+    def _kept(self, history: HistoryRef, holder: Engine) -> int:
+        """Tokens of a history, about: until its engine's account is in, those of the turn's prompt."""
+        accounted = holder.state is not None and history.n_tokens < holder.state.max_model_len
+        known = None if accounted else self._prefixes.tokens(history.key)
+        return history.n_tokens if known is None else min(known, history.n_tokens)
 
     def _check_model(self, fields: Fields, endpoint: Endpoint) -> None:
         served = self._fleet.models()

@@ -41,6 +41,8 @@ class Exchange:
     """The engine that has the history."""
     tokens: int = TYPICAL_TOKENS
     """Of the prompt, about."""
+    kept: int = 0
+    """Tokens of the history, about."""
     cached: dict[str, int] = field(default_factory=dict)
     """Tokens of the prompt that a prefill engine (URL) is believed to have."""
     reservation: Reservation | None = None
@@ -72,8 +74,8 @@ class Exchange:
 
     @property
     def history_tokens(self) -> int:
-        """Tokens of the prompt whose KV the history has, at most."""
-        return min(self.history.n_tokens, self.tokens - 1) if self.history is not None else 0
+        """Tokens of the prompt whose KV the history has, about."""
+        return min(self.kept, self.tokens - 1) if self.history is not None else 0
 
     def to_prefill(self, engine: Engine) -> int:
         """Tokens that a prefill engine computes for it, about."""

@@ -50,7 +50,7 @@ class Fleet:
         self.prefill = [engine(address, "prefill") for address in config.prefill_addresses]
         self.decode = [engine(address, "decode") for address in config.decode_addresses]
         self._by_url = {engine.url: engine for engine in self.engines}
-        self._tokens_per_byte = Estimate(1.0)
+        self._tokens_per_byte = Estimate(1.0, above=1.0)
 
     @property
     def engines(self) -> list[Engine]:

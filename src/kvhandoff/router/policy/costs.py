@@ -30,7 +30,7 @@ class EngineCosts:
     read_s: Estimate = Estimate(1 / 2e9)
     """Per byte that another engine's KV takes to get here. Prior: 2 GB/s, the low end of NIXL's measured raw
     copies on one host; a 25 Gbit/s network has 3."""
-    token_bytes: Estimate = Estimate(100e3)
+    token_bytes: Estimate = Estimate(100e3, above=1.0)
     """KV of a token. Prior: between the 23 kB of a 135M and the 128 kB of an 8B model in bf16."""
     pull_s: Estimate = Estimate(0.003)
     """What a read takes beyond its bytes: the rest of the claim, and taking the request up. Prior: the wait

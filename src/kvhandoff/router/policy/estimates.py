@@ -32,6 +32,8 @@ class Estimate:
 
     value: float
     n: int = 0
+    above: float = ABOVE
+    """Weight of an observation above it; 1 for what nothing disturbs."""
 
     def observe(self, value: float) -> Estimate:
         """The estimate with one more observation, 0 or more; 0 counts as a CLIP-th of the estimate."""
@@ -39,5 +41,6 @@ class Estimate:
         clipped = max(min(value, highest), lowest, _FLOOR)
         share = 1 / (self.n + 1 + PRIOR_WEIGHT)
         if share < ALPHA:
-            share = ALPHA * ABOVE if clipped > self.value else ALPHA
-        return Estimate(self.value * math.exp(share * math.log(clipped / self.value)), self.n + 1)
+            share = ALPHA * self.above if clipped > self.value else ALPHA
+        value = self.value * math.exp(share * math.log(clipped / self.value))
+        return Estimate(value, self.n + 1, self.above)
