@@ -41,6 +41,8 @@ def run(*arguments: str, key: str = "k") -> subprocess.CompletedProcess[str]:
         (["router", "--decode", "http://127.0.0.1:1", "--on-miss", "hope"], "'recompute', 'error'"),
         (["router", "--decode", "http://127.0.0.1:1", "--index", "http://h:1"], "index: got 'http://h:1'"),
         (["router", "--decode", "http://127.0.0.1:1", "--index", "valkey://h:x"], "allowed is memory"),
+        (["router", "--decode", "http://127.0.0.1:1", "--binding", "hope"], "'early', 'late', 'rebind'"),
+        (["router", "--decode", "http://127.0.0.1:1", "--prefill-policy", "hope"], "'round_robin'"),
         (["engine", "--role", "cook"], "'prefill', 'decode', 'both'"),
         (["engine", "--role", "decode", "--kv-memory", "1", "--kv-blocks", "9"], "kv-memory and kv-blocks"),
         (["engine", "--role", "decode", "--log-level", "loud"], "'debug', 'info', 'warning', 'error'"),

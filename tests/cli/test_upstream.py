@@ -22,6 +22,10 @@ DECODE = ("--decode", "http://127.0.0.1:1")
         (["--connector", "nixl", *DECODE, "--on-miss", "error"], "on-miss, retain: allowed with"),
         (["--connector", "nixl", *DECODE, "--retain", "fixed"], "on-miss, retain: allowed with"),
         (["--connector", "nixl", *DECODE, "--index", "valkey://h:1/0"], "index: allowed with"),
+        (
+            ["--connector", "nixl", *DECODE, "--binding", "late"],
+            "binding, prefill-policy, decode-policy: allowed",
+        ),
         (["--connector", "nixl", *DECODE, "--path", "push"], "allowed with nixl is auto, pull, local"),
         (["--connector", "nixl", "--decode", "h:1"], "allowed is URL[,engine_id=ID]"),
         (["--connector", "nixl-push", *DECODE, "--prefill", "http://h:1"], "without engine_id"),

@@ -6,6 +6,7 @@ import pytest
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.router.config import RouterConfig, Timeouts
+from kvhandoff.router.policy import Policies
 
 GOOD: dict[str, Any] = {"decode": ("http://127.0.0.1:1",), "cluster_key": b"k"}
 
@@ -40,6 +41,19 @@ def test_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         RouterConfig(**(GOOD | fields))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed"),
+    [
+        ("prefill", "least_work, round_robin"),
+        ("decode", "least_work, round_robin"),
+        ("binding", "auto, early, late, rebind"),
+    ],
+)
+def test_unknown_policy(field: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: got 'hope', allowed is {allowed}"):
+        Policies(**{field: "hope"})  # type: ignore[arg-type]
 
 
 def test_the_key_is_not_shown() -> None:

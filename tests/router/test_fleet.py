@@ -18,6 +18,7 @@ from kvhandoff.handoff.tickets import BadTicket, TicketGate, TicketKey
 from kvhandoff.router.config import RouterConfig, Timeouts
 from kvhandoff.router.engine import MISSED_POLLS, RETRY_POLLS
 from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.policy import TYPICAL_TOKENS
 from tests.router.engines import CLUSTER_KEY, WAIT_S, MockEngine, key_of, soon, until
 
 
@@ -75,9 +76,9 @@ async def test_state(f: Fixture) -> None:
     assert fleet.decode[0].identity == d.identity
     with fleet.decode[0].reserve():
         view = fleet.view().decode[0]
-        assert (view.healthy, view.load, view.chosen, view.block_size) == (True, 4, 1, 16)
+        assert (view.healthy, view.load, view.chosen, view.block_size) == (True, 4 * TYPICAL_TOKENS, 1, 16)
     view = fleet.view().decode[0]
-    assert (view.load, view.chosen) == (3, 1)
+    assert (view.load, view.chosen) == (3 * TYPICAL_TOKENS, 1)
     assert fleet.models() == {"tiny": 4096}
     assert fleet.engine(view) is fleet.decode[0]
 

@@ -8,17 +8,19 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import (
-    HOLDER_LEAD,
+    TYPICAL_TOKENS,
     EngineView,
     FleetView,
+    History,
     RequestSummary,
-    choose_decode,
-    choose_path,
-    choose_prefill,
     choose_return,
     requested_path,
     requested_return,
 )
+from kvhandoff.router.policy.decode import HOLDER_LEAD
+from kvhandoff.router.policy.decode import least_work as choose_decode
+from kvhandoff.router.policy.path import choose_path
+from kvhandoff.router.policy.prefill import least_work as choose_prefill
 
 
 def engine(url: str, **fields: Any) -> EngineView:
@@ -85,7 +87,8 @@ OTHER_MODEL = FleetView([engine("p0", model="other")], [engine("d0")])
 def test_path(
     requested: Any, summary: dict[str, Any], fleet: FleetView, path: str, reason: Reason | None
 ) -> None:
-    assert choose_path(requested, request(**summary), fleet) == (path, reason)
+    """Nothing is measured and nothing runs: the costs then decide as this table says."""
+    assert choose_path(requested, request(**summary), fleet)[:2] == (path, reason)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,8 @@ def test_room_is_that_of_the_engine_which_would_be_chosen() -> None:
     full, empty = engine("full", room=1), engine("empty", load=1)
     fleet = FleetView([engine("p0")], [full, empty])
     long = request(prompt_bound=600)
-    assert choose_path("auto", long, fleet) == ("pull", None)
-    assert choose_path("auto", long, fleet, holder="empty") == ("push", None)
+    assert choose_path("auto", long, fleet)[:2] == ("pull", None)
+    assert choose_path("auto", long, fleet, History("empty", 64))[:2] == ("push", None)
 
 
 def test_holder_of_the_history() -> None:
@@ -141,9 +144,9 @@ def test_holder_of_the_history() -> None:
         assert not isinstance(choice, Reason)
         return choice.url
 
-    b = engine("b", load=1)
-    assert chosen(engine("a", load=1 + HOLDER_LEAD), b) == "a"
-    assert chosen(engine("a", load=2 + HOLDER_LEAD), b) == "b"
+    b, lead = engine("b", load=1), HOLDER_LEAD * TYPICAL_TOKENS
+    assert chosen(engine("a", load=1 + lead), b) == "a"
+    assert chosen(engine("a", load=2 + lead), b) == "b"
     assert chosen(engine("a", load=3), b, holder=None) == "b"
     assert chosen(engine("a", load=3), b, holder="gone") == "b"
     assert chosen(engine("a", healthy=False), b) == "b"

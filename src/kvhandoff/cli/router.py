@@ -40,6 +40,22 @@ class PathOption(StrEnum):
     LOCAL = "local"
 
 
+class BindingOption(StrEnum):
+    """When path `auto` binds the decode engine."""
+
+    AUTO = "auto"
+    EARLY = "early"
+    LATE = "late"
+    REBIND = "rebind"
+
+
+class ChoiceOption(StrEnum):
+    """How an engine is chosen."""
+
+    LEAST_WORK = "least_work"
+    ROUND_ROBIN = "round_robin"
+
+
 class ReturnOption(StrEnum):
     """Whether a conversation's next turn gets the history from the decode engine that keeps it."""
 
@@ -92,6 +108,16 @@ Connector = typer.Option(
     help="kvhandoff, or vLLM's own NixlConnector or NixlPushConnector, whose transfers nobody verifies. With "
     "those, engines are URL[,engine_id=ID][,side_channel=HOST:PORT][,tp_size=N].",
 )
+Binding = typer.Option(
+    BindingOption.AUTO,
+    "--binding",
+    help="When path auto binds the decode engine: early (push), late (pull), rebind (early, and the router "
+    "may change it before the answer begins), or auto: what costs less.",
+)
+PrefillPolicy = typer.Option(
+    ChoiceOption.LEAST_WORK, "--prefill-policy", help="How prefill engines are chosen."
+)
+DecodePolicy = typer.Option(ChoiceOption.LEAST_WORK, "--decode-policy", help="How decode engines are chosen.")
 ReturnMode = typer.Option(
     ReturnOption.AUTO,
     "--return",
@@ -131,6 +157,9 @@ def router(
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
+    binding: BindingOption = Binding,
+    prefill_policy: ChoiceOption = PrefillPolicy,
+    decode_policy: ChoiceOption = DecodePolicy,
     return_mode: ReturnOption = ReturnMode,
     retain: RetainOption = Retain,
     index: str = Index,
@@ -151,6 +180,12 @@ def router(
     set_up_logging(log_level, "router")
     security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
     if connector is not ConnectorOption.KVHANDOFF:
+        chosen = (prefill_policy, decode_policy) != (ChoiceOption.LEAST_WORK,) * 2
+        if binding is not BindingOption.AUTO or chosen:
+            raise ConfigError(
+                "binding, prefill-policy, decode-policy: allowed with --connector "
+                f"{connector.value} is to leave them out"
+            )
         if on_miss is not MissOption.RECOMPUTE or retain is not RetainOption.RENEWABLE:
             raise ConfigError(
                 f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
@@ -163,6 +198,7 @@ def router(
 
     from kvhandoff.router.app import serve
     from kvhandoff.router.config import RouterConfig
+    from kvhandoff.router.policy import Policies
 
     config = RouterConfig(
         prefill=tuple(prefill),
@@ -171,6 +207,7 @@ def router(
         host=host,
         port=port,
         path=path.value,
+        policies=Policies(prefill=prefill_policy.value, decode=decode_policy.value, binding=binding.value),
         return_mode=return_mode.value,
         retain=retain.value,
         on_miss=on_miss.value,

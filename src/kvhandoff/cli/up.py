@@ -17,7 +17,16 @@ from rich.table import Table
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, Level, check_port, stop_event
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
-from kvhandoff.cli.router import MissOption, PathOption, Retain, RetainOption, ReturnMode, ReturnOption
+from kvhandoff.cli.router import (
+    Binding,
+    BindingOption,
+    MissOption,
+    PathOption,
+    Retain,
+    RetainOption,
+    ReturnMode,
+    ReturnOption,
+)
 from kvhandoff.cli.up_vllm import Kind, vllm_children
 from kvhandoff.core.errors import ConfigError
 
@@ -34,6 +43,7 @@ def up(
     host: str = typer.Option("127.0.0.1", help="Address of the router; engines stay on 127.0.0.1."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port of the router; 0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
+    binding: BindingOption = Binding,
     return_mode: ReturnOption = ReturnMode,
     retain: RetainOption = Retain,
     transport: TransportChoice = typer.Option(
@@ -81,7 +91,18 @@ def up(
 
     def router(urls: list[str]) -> Child:
         arguments = ["router", "--host", host, "--log-level", log_level]
-        arguments += ["--path", path, "--return", return_mode, "--retain", retain, "--on-miss", on_miss]
+        arguments += [
+            "--path",
+            path,
+            "--binding",
+            binding,
+            "--return",
+            return_mode,
+            "--retain",
+            retain,
+            "--on-miss",
+            on_miss,
+        ]
         for index, url in enumerate(urls):
             arguments += ["--prefill" if index < prefill else "--decode", url]
         return Child("router", arguments, environment, port=port)

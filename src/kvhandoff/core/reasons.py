@@ -22,6 +22,7 @@ class Reason(StrEnum):
     # choices of the router
     FORCED = "forced"
     SHORT_PROMPT = "short_prompt"
+    LOCAL_CHEAPER = "local_cheaper"
     NO_PREFILL_ENGINE = "no_prefill_engine"
     SEVERAL_PROMPTS = "several_prompts"
     SEVERAL_ANSWERS = "several_answers"
@@ -84,6 +85,7 @@ _CHOICES = frozenset(
     {
         Reason.FORCED,
         Reason.SHORT_PROMPT,
+        Reason.LOCAL_CHEAPER,
         Reason.NO_PREFILL_ENGINE,
         Reason.SEVERAL_PROMPTS,
         Reason.SEVERAL_ANSWERS,

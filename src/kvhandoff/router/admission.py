@@ -9,11 +9,13 @@ from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations, Place
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.index import Turn
@@ -23,11 +25,13 @@ from kvhandoff.router.names import key_of_names, names_of
 from kvhandoff.router.policy import (
     PATH_HEADER,
     RETURN_HEADER,
-    choose_path,
+    History,
     choose_return,
     requested_path,
     requested_return,
+    tokens_of,
 )
+from kvhandoff.router.prefixes import Prefixes
 from kvhandoff.router.records import Draft
 from kvhandoff.router.token_bound import token_bound
 from kvhandoff.web import read_body
@@ -48,6 +52,7 @@ class Admission:
         self._fleet = fleet
         self._conversations = conversations
         self._names_key = key_of_names(config.cluster_key)
+        self._prefixes = Prefixes(config.max_conversations)
         self._metrics = metrics
         self._clock = clock
 
@@ -85,6 +90,8 @@ class Admission:
         leg = x.draft.decode
         if x.names is None or x.retain is None or leg is None or not x.answered:
             return
+        source = x.draft.prefill.engine if x.draft.prefill is not None else None
+        self._prefixes.remember(leg.key, source, x.tokens)
         self._conversations.remember(x.names, Turn(leg.key, leg.engine))
 
     async def _recall(self, x: Exchange) -> None:
@@ -92,7 +99,7 @@ class Admission:
         requested = x.draft.requested_return
         if requested == "off" or x.summary.prompts > 1:
             return
-        names = names_of(x.fields, x.request.headers, x.summary, key=self._names_key)
+        names = names_of(x.fields, x.request.headers, x.summary, tenant=x.draft.tenant, key=self._names_key)
         if not names:
             return
         x.names = names
@@ -103,6 +110,7 @@ class Admission:
             x.draft.because(missed)
         if history is None:
             return
+        x.cached = self._prefixes.find(history.key, self._fleet.prefill)
         reason = choose_return(requested, history.n_tokens)
         if reason is not None:
             x.draft.because(reason)
@@ -117,12 +125,26 @@ class Admission:
         return Place(engine.state.control_address, engine.state.max_model_len)
 
     def _choose_path(self, x: Exchange) -> None:
-        draft, holder = x.draft, x.holder.url if x.holder is not None else None
-        draft.path, reason = choose_path(draft.requested_path, x.summary, self._fleet.view(), holder)
+        draft, view, history = x.draft, self._fleet.view(), None
+        if x.history is not None and x.holder is not None:
+            x.kept = self._kept(x.history, x.holder)
+            history = History(x.holder.url, x.kept, draft.requested_return == "on")
+        decision = self._config.policies.choose_path(draft.requested_path, x.summary, view, history, x.cached)
+        draft.path, draft.expected, reason = decision.path, decision.expected, decision.reason
+        x.tokens = tokens_of(x.summary, view)
         if reason is not None:
             draft.because(reason)
+        if not decision.returns:
+            x.history = None
+            draft.because(Reason.RETURN_TOO_SHORT)
         if reason is Reason.NO_PREFILL_ENGINE and draft.requested_path in ("pull", "push"):
             tolerate_miss(self._config, f"no prefill engine for {x.summary.model!r} is healthy", reason)
+
+    def _kept(self, history: HistoryRef, holder: Engine) -> int:
+        """Tokens of a history, about: until its engine's account is in, those of the turn's prompt."""
+        accounted = holder.state is not None and history.n_tokens < holder.state.max_model_len
+        known = None if accounted else self._prefixes.tokens(history.key)
+        return history.n_tokens if known is None else min(known, history.n_tokens)
 
     def _check_model(self, fields: Fields, endpoint: Endpoint, caller: Caller) -> int:
         """The model's context in tokens."""

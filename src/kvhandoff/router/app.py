@@ -24,7 +24,8 @@ from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.index import open_index
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.rebind import read_order, rebind
-from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.rebinder import Rebinder
+from kvhandoff.router.records import Draft, Records, RequestRecord
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session
 from kvhandoff.web import Server, json_response, read_body
@@ -48,7 +49,7 @@ class Front:
             config.max_records,
             on_reason=self._metrics.count_reason,
             on_closed=self._metrics.count_request,
-            on_settled=self._metrics.observe,
+            on_settled=self._settled,
         )
         self._index = open_index(
             config.index,
@@ -90,6 +91,9 @@ class Front:
             self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
             try:
                 await asyncio.gather(self._fleet.start(), self._index.start())
+                if self._config.policies.binding == "rebind":
+                    rebinder = Rebinder(fleet, self._config.policies, self._relay.running)
+                    fleet.spawn(rebinder.run(self._config.poll_interval_s))
                 yield
             finally:
                 await self._fleet.close()
@@ -100,6 +104,11 @@ class Front:
         for leg in legs:
             self._conversations.account(leg)
         self._records.add_legs(legs)
+
+    def _settled(self, record: RequestRecord) -> None:
+        """A request's record is complete."""
+        self._metrics.observe(record)
+        self._fleet.learn(record)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Endpoint.CHAT)
@@ -155,7 +164,7 @@ class Front:
         draft = self._draft(request)
         order = read_order(await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s))
         running = self._relay.running.get(draft.handoff_id)
-        return json_response(await rebind(draft, running, self._fleet, order))
+        return json_response(await rebind(draft, running, self._fleet, self._config.policies, order))
 
     def _draft(self, request: web.Request) -> Draft:
         identifier = request.match_info["id"]

@@ -49,15 +49,16 @@ _SHOWN = 80
 def summarize(fields: Fields, endpoint: Endpoint) -> RequestSummary:
     """What the policies need to know. A field of a wrong type counts as absent: the engine refuses it."""
     if endpoint is Endpoint.COMPLETIONS:
-        prompts, bound = _measure_prompt(fields)
+        prompts, bound, exact = _measure_prompt(fields)
     else:
-        prompts, bound = 1, _size(fields, endpoint.input_field) + _size(fields, "instructions")
+        prompts, exact, bound = 1, False, _size(fields, endpoint.input_field) + _size(fields, "instructions")
     return RequestSummary(
         model=read_text(fields, "model"),
         endpoint=endpoint,
         stream=_is_true(fields, "stream"),
         prompts=prompts,
         prompt_bound=bound,
+        prompt_exact=exact,
         prompt_logprobs=_given(fields, "prompt_logprobs") or _echo_needs_logprobs(fields, endpoint),
         cache_salt=read_text(fields, "cache_salt"),
     )
@@ -67,16 +68,17 @@ _READ_UP_TO = 4096
 """Bytes of JSON; a prompt of more is long whatever its escapes stand for, and is not read."""
 
 
-def _measure_prompt(fields: Fields) -> tuple[int, int]:
-    """(prompts, bound on their tokens) of a completion's `prompt`: text, token ids, or a list of either."""
+def _measure_prompt(fields: Fields) -> tuple[int, int, bool]:
+    """(prompts, bound on their tokens, whether it is their number) of a completion's `prompt`: text, token
+    ids, or a list of either."""
     size = _size(fields, "prompt")
     if not size or memoryview(fields["prompt"])[0] != ord("["):
-        return 1, len(read_text(fields, "prompt").encode()) if size <= _READ_UP_TO else size
+        return 1, len(read_text(fields, "prompt").encode()) if size <= _READ_UP_TO else size, False
     raw = bytes(fields["prompt"])
     first = raw[1:].lstrip()[:1]
     if first in (b'"', b"["):
-        return len(msgspec.json.decode(raw, type=list[msgspec.Raw])), size
-    return 1, raw.count(b",") + (first != b"]")
+        return len(msgspec.json.decode(raw, type=list[msgspec.Raw])), size, False
+    return 1, raw.count(b",") + (first != b"]"), True
 
 
 def _echo_needs_logprobs(fields: Fields, endpoint: Endpoint) -> bool:

@@ -10,7 +10,7 @@ from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router.address import EngineAddress, parse_address
 from kvhandoff.router.index import IN_MEMORY, check_index
-from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, ReturnChoice
+from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, Policies, ReturnChoice
 from kvhandoff.router.security import Security
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
@@ -77,6 +77,8 @@ class RouterConfig:
     """0 takes a free one."""
     path: PathChoice = "auto"
     """The path of requests that don't force one with the header x-kvhandoff-path."""
+    policies: Policies = Policies()
+    """How engines are chosen, and when the decode engine is bound."""
     on_miss: MissPolicy = "recompute"
     """When the KV can't be used: compute the prompt on the decode engine, or answer with an error."""
     return_mode: ReturnChoice = "auto"

@@ -59,7 +59,8 @@ class Dispatcher:
         """Run a prefill leg that the decode leg waits for (pull). None: done, `source.prefilled` has the
         result. A 4xx is the client's answer."""
         body = self.prefill_body(x, source)
-        with source.engine.reserve():
+        tokens = x.to_prefill(source.engine)
+        with source.engine.reserve(tokens, tokens):
             x.cut(Phase.ROUTE)
             refused = await self.prefill_leg(x, source, body)
         x.cut(Phase.PREFILL_NETWORK)
@@ -109,7 +110,7 @@ class Dispatcher:
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
         pushed = x.source is not None and x.source.awaited
-        with engine.reserve(), _outcome(engine) as leg:
+        with engine.reserve(x.tokens, x.to_compute) as x.reservation, _outcome(engine) as leg:
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
                 async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Literal
 
 import aiohttp
@@ -21,8 +22,9 @@ from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.alarm import Alarm
 from kvhandoff.router.breaker import Circuit
 from kvhandoff.router.config import Timeouts
-from kvhandoff.router.policy import EngineView
+from kvhandoff.router.policy import TYPICAL_TOKENS, UNMEASURED, EngineView, learn
 from kvhandoff.router.records import LegRef
+from kvhandoff.router.reservations import Reservation, Reservations
 from kvhandoff.router.side import EngineError, NoReport, SidePages
 
 log = logging.getLogger(__name__)
@@ -59,10 +61,12 @@ class Engine:
         """The last report; kept while the engine is unhealthy."""
         self.problem: str | None = "no state report yet"
         """Why it gets no legs; None when it is healthy."""
-        self.reserved = 0
-        self.chosen = 0
         self.circuit = Circuit(f"{role} engine at {address.url}", clock)
         """Whether legs here fail."""
+        self.reservations = Reservations()
+        """Of this router's legs."""
+        self.costs = UNMEASURED
+        """What it takes for its parts of a request. Kept across its lives, most likely on one machine."""
         self.silence = Alarm()
         """Rings when it stops reporting its state."""
         self._pages = pages
@@ -104,28 +108,35 @@ class Engine:
 
     def view(self) -> EngineView:
         """What the policies see."""
-        state = self.state
-        reported = state.running + state.waiting + state.loading if state else 0
+        state, ours = self.state, self.reservations
         return EngineView(
             url=self.url,
             model=state.model if state else "",
             healthy=self.healthy,
             block_size=state.block_size if state else 0,
-            load=self.reserved + reported,
-            chosen=self.chosen,
+            load=ours.load,
+            chosen=ours.chosen,
             waiting=state.waiting if state else 0,
             room=state.blocks.free + state.blocks.cached if state else 0,
+            queue=ours.load if self.role == "prefill" else ours.computing,
+            running=ours.running,
+            costs=self.costs,
         )
 
+    @property
+    def reserved(self) -> int:
+        """Legs of this router's here."""
+        return self.reservations.legs
+
     @contextmanager
-    def reserve(self) -> Iterator[None]:
-        """Count one leg here while the context lasts, from the decision on."""
-        self.reserved += 1
-        self.chosen += 1
+    def reserve(self, tokens: int = TYPICAL_TOKENS, compute: int = 0) -> Iterator[Reservation]:
+        """Count one leg here while the context lasts, from the decision on: `tokens` of load, `compute` of
+        them to be computed here."""
+        reservation = self.reservations.take(tokens, compute)
         try:
-            yield
+            yield reservation
         finally:
-            self.reserved -= 1
+            reservation.end()
 
     def sign(
         self,
@@ -276,7 +287,9 @@ class Engine:
             )
         else:
             self._set_problem(self._vet(self, state) or self._refused)
+        self.reservations.reported(state)
         if state.records:
+            self.costs = reduce(learn, state.records, self.costs)
             self._on_legs(state.records)
         if self._refused is not None:
             self._refused_polls += 1

@@ -15,8 +15,9 @@ from kvhandoff.router.body import Fields
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.moves import Bound, Move
 from kvhandoff.router.names import Names
-from kvhandoff.router.policy import Path, RequestSummary
+from kvhandoff.router.policy import TYPICAL_TOKENS, Path, RequestSummary
 from kvhandoff.router.records import Draft, LegRef
+from kvhandoff.router.reservations import Reservation
 from kvhandoff.router.source import Source
 
 
@@ -38,6 +39,14 @@ class Exchange:
     """What a decode engine has kept of the conversation's last turn."""
     holder: Engine | None = None
     """The engine that has the history."""
+    tokens: int = TYPICAL_TOKENS
+    """Of the prompt, about."""
+    kept: int = 0
+    """Tokens of the history, about."""
+    cached: dict[str, int] = field(default_factory=dict)
+    """Tokens of the prompt that a prefill engine (URL) is believed to have."""
+    reservation: Reservation | None = None
+    """On the decode engine, while its leg lasts."""
     retain: Retention | None = None
     """How this turn is kept for the next one."""
     attempt: int = 0
@@ -62,6 +71,20 @@ class Exchange:
     @property
     def path(self) -> Path | None:
         return self.draft.path
+
+    @property
+    def history_tokens(self) -> int:
+        """Tokens of the prompt whose KV the history has, about."""
+        return min(self.kept, self.tokens - 1) if self.history is not None else 0
+
+    def to_prefill(self, engine: Engine) -> int:
+        """Tokens that a prefill engine computes for it, about."""
+        return max(1, self.tokens - max(self.history_tokens, self.cached.get(engine.url, 0)))
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens that the decode engine computes for it, about."""
+        return self.tokens - self.history_tokens if self.path == "local" else 0
 
     @property
     def key(self) -> HandoffKey:
@@ -96,6 +119,8 @@ class Exchange:
     def answering(self) -> None:
         """The decode engine's answer has begun."""
         self.answered = True
+        if self.reservation is not None:
+            self.reservation.computed()
         if self.source is not None:
             self.source.use()
 

@@ -16,7 +16,9 @@ from kvhandoff.handoff.tickets import TicketKey
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine, Role
-from kvhandoff.router.policy import EngineView, FleetView
+from kvhandoff.router.policy import EngineView, Estimate, FleetView, learn_leg
+from kvhandoff.router.policy.costs import MIN_TOKENS
+from kvhandoff.router.records import RequestRecord
 from kvhandoff.router.side import SidePages
 
 _NO_ERRORS = (
@@ -48,6 +50,7 @@ class Fleet:
         self.prefill = [engine(address, "prefill") for address in config.prefill_addresses]
         self.decode = [engine(address, "decode") for address in config.decode_addresses]
         self._by_url = {engine.url: engine for engine in self.engines}
+        self._tokens_per_byte = Estimate(1.0, above=1.0)
 
     @property
     def engines(self) -> list[Engine]:
@@ -81,11 +84,23 @@ class Fleet:
         return FleetView(
             [engine.view() for engine in self.prefill],
             [engine.view() for engine in self.decode],
+            self._tokens_per_byte.value,
         )
 
     def resting(self) -> set[str]:
         """URLs of engines whose legs have failed of late: to be avoided."""
         return {engine.url for engine in self.engines if engine.circuit.rests}
+
+    def learn(self, record: RequestRecord) -> None:
+        """What only the router's own account of a request shows: its legs' ways, and its prompt's length."""
+        expected = record.expected
+        if expected is not None and expected.text_bytes and record.prompt_tokens >= MIN_TOKENS:
+            ratio = record.prompt_tokens / expected.text_bytes
+            self._tokens_per_byte = self._tokens_per_byte.observe(ratio)
+        if record.path == "pull" and record.attempts == 1 and record.prefill is not None:
+            for engine in self.prefill:
+                if engine.identity == record.prefill:
+                    engine.costs = learn_leg(engine.costs, record.phases)
 
     def engine(self, view: EngineView) -> Engine:
         """The engine behind a policy's choice."""

@@ -11,7 +11,7 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Move, Rebound
-from kvhandoff.router.policy import choose_decode
+from kvhandoff.router.policy import Policies
 from kvhandoff.router.records import Draft
 
 
@@ -36,7 +36,9 @@ def read_order(raw: bytes) -> RebindOrder:
         raise RequestError(why, param="body") from error
 
 
-async def rebind(draft: Draft, x: Exchange | None, fleet: Fleet, order: RebindOrder) -> Rebound:
+async def rebind(
+    draft: Draft, x: Exchange | None, fleet: Fleet, policies: Policies, order: RebindOrder
+) -> Rebound:
     """Move the request's decode leg; returns when the new one is about to be sent.
 
     `x`: the request while it runs. Raises RequestError: 400 for an engine that there isn't, 409 for a request
@@ -54,7 +56,7 @@ async def rebind(draft: Draft, x: Exchange | None, fleet: Fleet, order: RebindOr
             _NOT_BOUND if x.draft.decode is None else "its answer has begun, or it is being retried"
         )
     leg = x.draft.decode
-    x.move = move = Move(_target(x, bound.engine, fleet, order))
+    x.move = move = Move(_target(x, bound.engine, fleet, policies, order))
     # The engine decides: an answer that is not streamed shows nothing here until it is complete.
     if leg is not None and not await bound.engine.yields(leg):
         move.overtaken()
@@ -71,11 +73,11 @@ async def rebind(draft: Draft, x: Exchange | None, fleet: Fleet, order: RebindOr
 _NOT_BOUND = "it has no decode engine yet"
 
 
-def _target(x: Exchange, present: Engine, fleet: Fleet, order: RebindOrder) -> Engine:
+def _target(x: Exchange, present: Engine, fleet: Fleet, policies: Policies, order: RebindOrder) -> Engine:
     model = x.summary.model
     if order.decode is None:
         avoid = {present.url} | x.avoid
-        choice = choose_decode(fleet.view(), model, avoid)
+        choice = policies.choose_decode(fleet.view(), model, avoid, tokens=x.tokens)
         if isinstance(choice, Reason) or choice.url == present.url:
             raise _refused(f"no other decode engine for {model!r} is healthy", code=Reason.NO_DECODE_ENGINE)
         return fleet.engine(choice)

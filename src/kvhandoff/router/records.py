@@ -30,7 +30,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import KVSource, LegRecord
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.limits import Charge
-from kvhandoff.router.policy import Path, PathChoice, ReturnChoice
+from kvhandoff.router.policy import Expected, Path, PathChoice, ReturnChoice
 
 Binding = Literal["early", "late"]
 Connector = Literal["kvhandoff", "nixl", "nixl-push"]
@@ -112,6 +112,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     retained_tokens: int
     """Kept for the conversation's next turn."""
     reasons: list[Reason]
+    expected: Expected | None
+    """What `auto` has chosen its path by; None where it did not decide."""
     prefill: Identity | None
     decode: Identity | None
     finish_reason: str | None
@@ -146,6 +148,7 @@ class Draft:
         self.connector: Connector = "kvhandoff"
         self.requested_path = requested_path
         self.path: Path | None = None
+        self.expected: Expected | None = None
         self.requested_return: ReturnChoice = "off"
         self.history: Identity | None = None
         self.rebound = 0
@@ -251,6 +254,7 @@ class Draft:
             first_token_reused=decode.first_token_reused if decode else False,
             retained_tokens=decode.retained_tokens if decode else 0,
             reasons=list(self.reasons),
+            expected=self.expected,
             prefill=self.prefill.engine if self.prefill else None,
             decode=self.decode.engine if self.decode else None,
             finish_reason=decode.finish_reason if decode else None,

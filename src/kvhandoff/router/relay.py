@@ -51,7 +51,7 @@ from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
-from kvhandoff.router.policy import EngineView, choose_decode, choose_prefill
+from kvhandoff.router.policy import EngineView
 from kvhandoff.router.records import LegRef, Records
 from kvhandoff.router.source import Source
 from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
@@ -77,6 +77,7 @@ class Relay:
         self._dispatcher = Dispatcher(session, config.timeouts, config.on_miss)
         self._records = records
         self._clock = clock
+        self._policies = config.policies
         self.running: dict[HandoffId, Exchange] = {}
         """Requests that have been admitted and not ended."""
 
@@ -157,7 +158,7 @@ class Relay:
         x.source = source
         if x.path == "push":
             body = self._dispatcher.prefill_body(x, source, target)
-            source.run(self._prefill_beside(x, source, body))
+            source.run(self._prefill_beside(x, source, body), x.to_prefill(engine))
             return None
         refused = await self._dispatcher.prefill(x, source)
         if refused is None and source.prefilled is not None and source.prefilled.offer is None:
@@ -168,10 +169,11 @@ class Relay:
 
     def _choose_prefill(self, x: Exchange) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
         """One that doesn't rest, unless the client would get an error for want of it."""
-        view, model = self._fleet.view(), x.summary.model
-        choice = choose_prefill(view, model, x.avoid | self._fleet.resting())
+        choose, model = self._policies.choose_prefill, x.summary.model
+        view, avoid = self._fleet.view(), x.avoid | self._fleet.resting()
+        choice = choose(view, model, avoid, tokens=x.tokens, cached=x.cached)
         if isinstance(choice, Reason) and self._config.on_miss == "error":
-            return choose_prefill(view, model, x.avoid)
+            return choose(view, model, x.avoid, tokens=x.tokens, cached=x.cached)
         return choice
 
     async def _prefill_beside(self, x: Exchange, source: Source, body: bytes) -> None:
@@ -203,11 +205,11 @@ class Relay:
         avoid = x.avoid | self._fleet.resting()
         if x.left is not None:
             avoid.add(x.left.url)
-        target = choose_decode(self._fleet.view(), model, avoid, holder)
+        target = self._policies.choose_decode(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
-            target = choose_decode(self._fleet.view(), model, avoid, holder)
+            target = self._policies.choose_decode(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(

@@ -44,9 +44,9 @@ class Source:
         address = self.engine.state.control_address
         return OfferRef(key=self.ref.key, source=self.ref.engine, control_address=address)
 
-    def run(self, leg: Coroutine[Any, Any, None]) -> None:
-        """Send the leg beside the decode leg (push)."""
-        reservation = self.engine.reserve()
+    def run(self, leg: Coroutine[Any, Any, None], tokens: int) -> None:
+        """Send the leg, which computes so many tokens, beside the decode leg (push)."""
+        reservation = self.engine.reserve(tokens, tokens)
         reservation.__enter__()  # before the task's first step, so that simultaneous requests spread
         self._leg = self._spawn(leg)
         self._leg.add_done_callback(lambda _: reservation.__exit__(None, None, None))

@@ -16,7 +16,7 @@ import msgspec
 from kvhandoff.router.alarm import Alarm
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.engine import MISSED_POLLS, Role, describe, refuses_connection
-from kvhandoff.router.policy import EngineView
+from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView
 from kvhandoff.router.upstream_config import UpstreamAddress
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class UpstreamEngine:
             model=model if model in self.models else "",
             healthy=self.healthy,
             block_size=0,
-            load=self.reserved,
+            load=self.reserved * TYPICAL_TOKENS,
             chosen=self.chosen,
             waiting=0,
             room=0,

@@ -41,9 +41,8 @@ from kvhandoff.router.policy import (
     FleetView,
     Path,
     PathChoice,
+    Policies,
     RequestSummary,
-    choose_decode,
-    choose_prefill,
     requested_path,
 )
 from kvhandoff.router.records import Draft, Records
@@ -56,6 +55,8 @@ from kvhandoff.router.upstream_references import References, Turn
 from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response, read_body
 
 log = logging.getLogger(__name__)
+
+_POLICIES = Policies()
 
 
 class UpstreamRelay:
@@ -218,7 +219,7 @@ class UpstreamRelay:
         """The prefill engine, if the path needs one. When none is left, the path is local."""
         if job.draft.path == "local":
             return None
-        choice = choose_prefill(self._view(job), job.draft.model, job.avoid)
+        choice = _POLICIES.choose_prefill(self._view(job), job.draft.model, job.avoid)
         if isinstance(choice, Reason):
             job.draft.because(choice)
             job.draft.path = "local"
@@ -227,10 +228,10 @@ class UpstreamRelay:
 
     async def _target(self, job: Job, holder: str | None = None) -> UpstreamEngine:
         """The decode engine, `holder` if that is as good. Raises RequestError (503) when there is none."""
-        choice = choose_decode(self._view(job), job.draft.model, job.avoid, holder)
+        choice = _POLICIES.choose_decode(self._view(job), job.draft.model, job.avoid, holder)
         if isinstance(choice, Reason):
             await self._fleet.poll(self._fleet.decode)  # one that has just been started may be up
-            choice = choose_decode(self._view(job), job.draft.model, job.avoid, holder)
+            choice = _POLICIES.choose_decode(self._view(job), job.draft.model, job.avoid, holder)
         if isinstance(choice, Reason):
             job.draft.because(choice)
             problems = "".join(f"; {engine}: {engine.problem}" for engine in self._fleet.decode)

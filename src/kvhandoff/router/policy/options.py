@@ -1,0 +1,209 @@
+"""What each path of a request is expected to cost: the cost model.
+
+With `q` the tokens that an engine computes first, `n` those of this prompt that it computes itself, `m` those
+whose KV moves forward, `h` those that return, and an engine's measured costs (`costs.py`):
+
+    queue           q × compute_s                               of the engine that computes the prompt
+    compute         n × compute_s
+    return          pull_s + h × token_bytes × read_s           of the same, with the history fetched
+    wire      pull  m × token_bytes × read_s                    of the decode engine
+              push  of the last chunk, or of what can't be hidden behind computing if that is more
+    coordination    pull  leg_s + pull_s      push  push_s      local  nothing
+    harm      local n × compute_s × requests on the decode engine, one at least
+
+The first five add up to the expected time to the first token, less what all paths have in common. Harm is the
+time by which running requests get their tokens later: while the decode engine computes a prompt they wait, or
+take its steps at a prompt's pace. At least one is assumed, since a decode engine is there for the requests
+that come meanwhile. A second that another request waits counts as much as one that this one waits.
+
+What an engine has not been measured at is taken from those of its model that have, and else from the prior.
+A queue counts from when it is known how fast tokens are computed: a prior is good for proportions only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from kvhandoff.router.policy.costs import EngineCosts
+from kvhandoff.router.policy.estimates import Estimate
+from kvhandoff.router.policy.requested import Path
+from kvhandoff.router.policy.views import EngineView, FleetView, History, usable
+
+CHUNK = 512
+"""Tokens of a prefill chunk. The embedded engine's; vLLM's are larger, so that less of a write is hidden than
+is assumed here, which the measured `push_s` makes good."""
+
+Option = Literal["local", "local+return", "pull", "pull+return", "push", "push+return"]
+Term = Literal["queue", "compute", "return", "wire", "coordination", "harm"]
+TERMS: tuple[Term, ...] = get_args(Term)
+
+PREFERENCE: tuple[Option, ...] = (
+    "local",
+    "local+return",
+    "pull+return",
+    "pull",
+    "push+return",
+    "push",
+)
+"""Of options that cost the same: the one with fewest engines; then the decode engine that is chosen later,
+which is a better choice; then the one that computes less."""
+
+
+class Cost(NamedTuple):
+    """Seconds, by term."""
+
+    queue: float = 0.0
+    compute: float = 0.0
+    returning: float = 0.0
+    wire: float = 0.0
+    coordination: float = 0.0
+    harm: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """What the choice is by; whole microseconds, as stated in records."""
+        return round(sum(self), 6)
+
+    @property
+    def ttft(self) -> float:
+        return round(sum(self[:-1]), 6)
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """What was expected of a request when its path was chosen."""
+
+    prompt_tokens: int
+    text_bytes: int | None
+    """Of the prompt, where its tokens are only estimated from them."""
+    ttft_s: dict[Option, float]
+    """Seconds to the first token by each path that could be taken, less what is common to all of them."""
+    harm_s: dict[Option, float]
+    """Seconds by which requests on the decode engine would get their tokens later; absent: none."""
+    won_by: Term | None
+    """In what the chosen path is better than the next best one, most of all; None: there was no other, or
+    the two cost the same."""
+
+
+def cheapest(costs: Mapping[Option, Cost]) -> Option:
+    """The one that costs least; of several, the first in PREFERENCE."""
+    return min(costs, key=lambda option: (costs[option].total, PREFERENCE.index(option)))
+
+
+def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
+    """The term in which it is furthest below the best of the others."""
+    others = {name: cost for name, cost in costs.items() if name != option}
+    if not others:
+        return None
+    rival = others[cheapest(others)]
+    if rival.total == costs[option].total:
+        return None
+    gains = [theirs - ours for theirs, ours in zip(rival, costs[option], strict=True)]
+    return TERMS[gains.index(max(gains))]
+
+
+def expected_costs(
+    fleet: FleetView,
+    prefill: EngineView,
+    decode: EngineView,
+    tokens: int,
+    history: History | None = None,
+    *,
+    cached: int = 0,
+    paths: tuple[Path, ...] = ("local", "pull", "push"),
+) -> dict[Option, Cost]:
+    """Of a prompt of `tokens`, by these two engines; `cached`: how many of them the prefill engine is
+    believed to have. Without a return, the history's holder still has it in its own cache."""
+    model = _Model(fleet, prefill, decode, tokens, cached, history)
+    costs: dict[Option, Cost] = {}
+    for path in paths:
+        if not model.must_return(path):
+            costs[path] = model.cost(path, returning=False)
+        if model.can_return(path):
+            costs[_with_return(path)] = model.cost(path, returning=True)
+    return costs
+
+
+def _with_return(path: Path) -> Option:
+    names: dict[Path, Option] = {"local": "local+return", "pull": "pull+return", "push": "push+return"}
+    return names[path]
+
+
+class _Model:
+    """One request and its two engines."""
+
+    def __init__(
+        self,
+        fleet: FleetView,
+        prefill: EngineView,
+        decode: EngineView,
+        tokens: int,
+        cached: int,
+        history: History | None,
+    ) -> None:
+        self._fleet = fleet
+        self._prefill = prefill
+        self._decode = decode
+        self._tokens = tokens
+        kept = min(history.tokens, tokens - 1) if history is not None else 0
+        held = history is not None and history.holder == decode.url
+        self._kept = kept
+        self._required = history is not None and history.required
+        # Tokens that need no computing and no moving where they are; the last one is always computed.
+        self._at_decode = kept if held else 0
+        self._at_prefill = min(cached, tokens - 1)
+
+    def can_return(self, path: Path) -> bool:
+        """Whether the engine that computes the prompt gains by the history."""
+        return self._kept > (self._at_decode if path == "local" else self._at_prefill)
+
+    def must_return(self, path: Path) -> bool:
+        return self._required and self.can_return(path)
+
+    def cost(self, path: Path, *, returning: bool) -> Cost:
+        engine, own = self._decode, self._at_decode
+        if path != "local":
+            engine, own = self._prefill, self._at_prefill
+        speed = self._measured(engine, lambda costs: costs.compute_s)
+        token_s = speed.value
+        returned = self._kept - own if returning else 0
+        computing = (self._tokens - own - returned) * token_s
+        cost = Cost(
+            queue=engine.queue * token_s if speed.n else 0.0,
+            compute=computing,
+            returning=self._return_s(engine, returned) if returning else 0.0,
+        )
+        if path == "local":
+            return cost._replace(harm=computing * max(1, engine.running))
+        moved = self._tokens - self._at_decode
+        pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
+        if path == "pull":
+            leg_s = self._measured(engine, lambda costs: costs.leg_s).value
+            return cost._replace(wire=self._wire_s(self._decode, moved), coordination=leg_s + pull_s)
+        tail_s = self._wire_s(self._decode, min(moved, CHUNK))
+        unhidden_s = self._wire_s(self._decode, moved) - computing
+        push_s = self._measured(self._decode, lambda costs: costs.push_s).value
+        return cost._replace(wire=max(tail_s, unhidden_s), coordination=push_s)
+
+    def _return_s(self, engine: EngineView, tokens: int) -> float:
+        return self._measured(engine, lambda costs: costs.pull_s).value + self._wire_s(engine, tokens)
+
+    def _wire_s(self, engine: EngineView, tokens: int) -> float:
+        """To read `tokens` into it."""
+        token_bytes = self._measured(engine, lambda costs: costs.token_bytes).value
+        return tokens * token_bytes * self._measured(engine, lambda costs: costs.read_s).value
+
+    def _measured(self, engine: EngineView, quantity: Callable[[EngineCosts], Estimate]) -> Estimate:
+        own = quantity(engine.costs)
+        if own.n:
+            return own
+        alike = [
+            quantity(other.costs)
+            for engines in (self._fleet.prefill, self._fleet.decode)
+            for other in usable(engines, engine.model)
+        ]
+        known = [math.log(estimate.value) for estimate in alike if estimate.n]
+        return Estimate(math.exp(sum(known) / len(known)), len(known)) if known else own

@@ -1,0 +1,71 @@
+"""The work that the router has given an engine, in tokens and from the decision on, so that simultaneous
+requests spread."""
+
+from __future__ import annotations
+
+from kvhandoff.core.records import EngineState
+from kvhandoff.router.policy import TYPICAL_TOKENS
+
+
+class Reservation:
+    """One leg's."""
+
+    def __init__(self, of: Reservations, tokens: int, compute: int) -> None:
+        self._of = of
+        self._tokens = tokens
+        self._compute = compute
+        self._ended = False
+
+    def computed(self) -> None:
+        """The prompt is computed: the leg is no more in anybody's way but by its KV."""
+        self._of.computing -= self._compute
+        self._compute = 0
+
+    def end(self) -> None:
+        """The leg has ended; once."""
+        if not self._ended:
+            self._ended = True
+            self.computed()
+            self._of.legs -= 1
+            self._of.tokens -= self._tokens
+
+
+class Reservations:
+    """One engine's legs, and what it said of others'."""
+
+    def __init__(self) -> None:
+        self.legs = 0
+        self.chosen = 0
+        """Legs that it was ever given."""
+        self.tokens = 0
+        """Of the legs' prompts."""
+        self.computing = 0
+        """Those of them that it has yet to compute."""
+        self._others = 0
+        """Requests that it had of other routers' or clients', at its last report."""
+        self._others_tokens = 0
+
+    def take(self, tokens: int, compute: int) -> Reservation:
+        """One more leg."""
+        self.legs += 1
+        self.chosen += 1
+        self.tokens += tokens
+        self.computing += compute
+        return Reservation(self, tokens, compute)
+
+    def reported(self, state: EngineState) -> None:
+        """Requests beyond the legs that are reserved now are others'. Their sizes are not reported: each is
+        taken for a typical one, or for its share of the blocks in use if that is more."""
+        self._others = max(0, state.running + state.waiting + state.loading - self.legs)
+        share = state.blocks.used * state.block_size // max(1, state.running)
+        self._others_tokens = self._others * max(TYPICAL_TOKENS, share)
+
+    @property
+    def load(self) -> int:
+        """Tokens, as `EngineView.load`."""
+        return self.tokens + self._others_tokens
+
+    @property
+    def running(self) -> int:
+        """Requests here."""
+        return self.legs + self._others
