@@ -50,8 +50,9 @@ class Rebinder:
     def _order(self, x: Exchange) -> RebindOrder | None:
         if x.path != "push" or x.bound is None or x.move is not None or x.draft.rebound >= MAX_REBINDS:
             return None
+        avoid = x.avoid | self._fleet.resting()
         choice = self._policies.choose_rebind(
-            self._fleet.view(), x.summary.model, x.bound.engine.url, x.tokens, x.avoid
+            self._fleet.view(), x.summary.model, x.bound.engine.url, x.tokens, avoid
         )
         if choice is None:
             return None
