@@ -136,6 +136,19 @@ async def test_messages_in_other_bytes_or_order(cluster: Any) -> None:
         assert (await turn(c, joined)).told is None
 
 
+async def test_messages_that_are_written_otherwise(cluster: Any) -> None:
+    """What a client changes from turn to turn while the prompt stays the same."""
+    async with cluster() as c:
+        first = await turn(c, [{"role": "user", "content": LONG}])
+        parts: Any = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+        opening: Any = {"content": parts, "role": "user", "name": None}
+        second = await turn(c, [opening, assistant("Hello"), user("and then?")])
+        assert second.told == first.kept()
+        thought: Any = {**assistant("Hello"), "reasoning_content": "hm", "tool_calls": []}
+        third = await turn(c, [user(LONG), thought, user("and then?"), assistant("Hello"), user("so?")])
+        assert third.told == second.kept()
+
+
 NAMES: list[tuple[dict[str, str], dict[str, str]]] = [
     ({"conversation_id": "chat-1"}, {}),
     ({"prompt_cache_key": "chat-1"}, {}),

@@ -220,6 +220,7 @@ class ValkeyIndex:
                 command.answer.set_result(_LOST)
 
     async def _disconnect(self) -> None:
-        # A connection that breaks while it is closed is closed.
+        # A connection that breaks while it is closed is closed, and so is one that takes long.
         with contextlib.suppress(*_BROKEN):
-            await self._client.connection_pool.disconnect()
+            async with asyncio.timeout(self._deadline_s):
+                await self._client.connection_pool.disconnect()
