@@ -124,6 +124,7 @@ def cluster() -> Callable[..., Any]:
                 cluster_key=config.pop("cluster_key", CLUSTER_KEY),
                 port=0,
                 poll_interval_s=config.pop("poll_interval_s", 60.0),
+                pair_tests=config.pop("pair_tests", "off"),
                 timeouts=replace(Timeouts(), **(timeouts or {})),
                 **config,
             )

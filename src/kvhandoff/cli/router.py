@@ -69,6 +69,30 @@ class ConnectorOption(StrEnum):
     NIXL_PUSH = "nixl-push"
 
 
+class PairTestOption(StrEnum):
+    """Whether pairs of engines are tested when they come up."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+Fleet = typer.Option(
+    None,
+    "--fleet",
+    help="More engines, in a YAML file: lists `prefill` and `decode` of {url, internal, drain}. It is "
+    "watched; replace it by renaming.",
+    dir_okay=False,
+)
+Registration = typer.Option(
+    False, "--registration", help="Take in engines that register themselves with the cluster key."
+)
+PairTests = typer.Option(
+    PairTestOption.AUTO,
+    "--pair-tests",
+    help="Send two blocks through each pair of engines as they come up, to see whether they hand over; auto: "
+    "up to 64 pairs.",
+)
 Connector = typer.Option(
     ConnectorOption.KVHANDOFF,
     "--connector",
@@ -94,8 +118,13 @@ def router(
         "connector (kv_port) is not at port 14579 of the same host.",
     ),
     decode: list[str] = typer.Option(
-        ..., help="A decode engine, in the same form; may be given several times."
+        [],
+        help="A decode engine, in the same form; may be given several times. dns+http://NAME:PORT stands for "
+        "an engine at each of the name's addresses.",
     ),
+    fleet: Path | None = Fleet,
+    registration: bool = Registration,
+    pair_tests: PairTestOption = PairTests,
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
@@ -109,11 +138,15 @@ def router(
 ) -> None:
     """Run the router in front of engines that are up."""
     set_up_logging(log_level, "router")
+    if not (decode or fleet or registration):
+        raise ConfigError("--decode: got none, allowed is one or more, --fleet FILE, or --registration")
     if connector is not ConnectorOption.KVHANDOFF:
         if on_miss is not MissOption.RECOMPUTE or retain is not RetainOption.RENEWABLE:
             raise ConfigError(
                 f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
             )
+        if fleet is not None or registration:
+            raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
         _run(_upstream(connector, prefill, decode, host, port, path, return_mode), host, lifeline=lifeline)
         return
 
@@ -123,6 +156,9 @@ def router(
     config = RouterConfig(
         prefill=tuple(prefill),
         decode=tuple(decode),
+        fleet_file=fleet,
+        registration=registration,
+        pair_tests=pair_tests.value,
         cluster_key=cluster_key(cluster_key_file),
         host=host,
         port=port,

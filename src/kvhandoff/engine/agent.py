@@ -172,6 +172,7 @@ class HandoffAgent:
             records=list(self._records)[skip:],
             cursor=self._cursor,
             integration=facts.integration,
+            progress=counts["steps"],
         )
 
     def about(self) -> dict[str, str]:

@@ -16,6 +16,9 @@ SIDE_PORT = 14579
 _WANTED = "http://HOST:PORT or https://HOST:PORT"
 _INTERNAL = ",internal="
 
+DNS = "dns+"
+"""Before the URL of a name that stands for many engines."""
+
 
 class EngineAddress(NamedTuple):
     """One engine's addresses, without a slash at their ends."""
@@ -42,6 +45,34 @@ def parse_address(name: str, text: str) -> EngineAddress:
     if comma:
         check_url(f"{name}{_INTERNAL.removesuffix('=')}", internal)
     return EngineAddress(url.rstrip("/"), internal.rstrip("/") if comma else None)
+
+
+class EngineName(NamedTuple):
+    """A name whose every address is an engine, all at one port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{DNS}http://{self.host}:{self.port}"
+
+    def url(self, address: str) -> str:
+        """The engine at this one of its IP addresses."""
+        return f"http://{f'[{address}]' if ':' in address else address}:{self.port}"
+
+
+def parse_name(name: str, text: str) -> EngineName:
+    """`dns+http://NAME:PORT`. Raises ConfigError; `name`: the setting, for its message."""
+    allowed = ConfigError(f"{name}: got {text!r}, allowed is {DNS}http://NAME:PORT")
+    url = text.removeprefix(DNS)
+    try:
+        check_url(name, url)
+    except ConfigError as error:
+        raise allowed from error
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.port is None or parts.hostname is None:
+        raise allowed
+    return EngineName(parts.hostname, parts.port)
 
 
 def check_url(name: str, url: str) -> None:

@@ -23,6 +23,7 @@ from kvhandoff.router.config import Timeouts
 from kvhandoff.router.policy import EngineView
 from kvhandoff.router.records import LegRef
 from kvhandoff.router.side import EngineError, NoReport, SidePages
+from kvhandoff.router.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,19 @@ class Engine:
         vet: Callable[[Engine, EngineState], str | None],
         to_introduce: Callable[[Engine], None],
     ) -> None:
+        self.address = address
         self.url = address.url
         self.role = role
         self.state: EngineState | None = None
         """The last report; kept while the engine is unhealthy."""
         self.problem: str | None = "no state report yet"
         """Why it gets no legs; None when it is healthy."""
+        self.wanted_drain = False
+        """Its source of membership wants it to be drained."""
+        self.ordered_drain = False
+        """An operator does."""
+        self.leaving = False
+        """It is no member any more."""
         self.reserved = 0
         self.chosen = 0
         self.silence = Alarm()
@@ -76,6 +84,7 @@ class Engine:
         self._refused: str | None = None
         """Why its present life obeys no ticket."""
         self._refused_polls = 0
+        self._watchdog = Watchdog(timeouts.progress_s)
         self._poll_lock = asyncio.Lock()
         self._polls_begun = 0
         self._last_poll = 0
@@ -83,6 +92,29 @@ class Engine:
     @property
     def healthy(self) -> bool:
         return self.problem is None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the legs that it has are to be its last."""
+        return self.leaving or self.wanted_drain or self.ordered_drain
+
+    @property
+    def drained(self) -> bool:
+        """Whether it is draining, and nobody needs it any more: no leg, no request, no offer that another
+        engine may still read. Turns kept for later don't count."""
+        if not self.draining or self.reserved:
+            return False
+        state = self.state
+        if state is None or not self.healthy:
+            return True
+        blocks = state.blocks
+        lent = blocks.offered - blocks.retained + blocks.granted
+        return not (state.running or state.waiting or state.loading or lent)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it gets no new legs; None: it gets some."""
+        return self.problem or ("it is draining" if self.draining else None)
 
     @property
     def integration(self) -> Integration:
@@ -106,7 +138,7 @@ class Engine:
         return EngineView(
             url=self.url,
             model=state.model if state else "",
-            healthy=self.healthy,
+            healthy=self.obstacle is None,
             block_size=state.block_size if state else 0,
             load=self.reserved + reported,
             chosen=self.chosen,
@@ -219,6 +251,7 @@ class Engine:
     def down(self, why: str) -> None:
         """Nothing listens there, or it says itself that it can't work: no more legs until a good report."""
         self._missed = MISSED_POLLS
+        self._watchdog.forget()
         self._set_problem(why)
         self.silence.ring()
 
@@ -272,7 +305,10 @@ class Engine:
                 f"given to the router as a {self.role} engine, but it has the role {state.role}"
             )
         else:
-            self._set_problem(self._vet(self, state) or self._refused)
+            stuck = self._watchdog.look(state, arrived)
+            self._set_problem(self._vet(self, state) or self._refused or stuck)
+            if stuck is not None:
+                self.silence.ring()
         if state.records:
             self._on_legs(state.records)
         if self._refused is not None:
@@ -283,6 +319,7 @@ class Engine:
 
     def _miss(self, why: str) -> None:
         self._missed += 1
+        self._watchdog.forget()
         if self._missed >= MISSED_POLLS or self.state is None:
             self._set_problem(why)
             self.silence.ring()

@@ -50,7 +50,7 @@ from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
-from kvhandoff.router.policy import choose_decode, choose_prefill
+from kvhandoff.router.policy import FleetView, choose_decode, choose_prefill
 from kvhandoff.router.records import LegRef, Records
 from kvhandoff.router.source import Source
 from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
@@ -145,7 +145,8 @@ class Relay:
 
     async def _begin_prefill(self, x: Exchange, target: Engine) -> Outcome | None:
         """Send the prefill leg, and wait for it if it is pulled from. Its 4xx is the answer to a pull."""
-        choice = choose_prefill(self._fleet.view(), x.summary.model, x.avoid)
+        pushed_to = target if x.path == "push" else None
+        choice = choose_prefill(self._fleet.partners(pushed_to), x.summary.model, x.avoid)
         if isinstance(choice, Reason):
             reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else choice
             self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
@@ -188,11 +189,14 @@ class Relay:
 
     async def _bind(self, x: Exchange) -> Engine:
         """The decode engine to use now. Raises RequestError (503) when there is none."""
-        if x.move is not None and x.move.target.healthy:
+        if x.move is not None and x.move.target.obstacle is None:
             return x.move.target
         model, holder = x.summary.model, x.holder.url if x.holder is not None else None
         avoid = x.avoid if x.left is None else x.avoid | {x.left.url}
-        target = choose_decode(self._fleet.view(), model, avoid, holder)
+        target = choose_decode(self._view(x), model, avoid, holder)
+        if isinstance(target, Reason):
+            # Without one that the KV can be handed to, any can compute the prompt.
+            target = choose_decode(self._fleet.view(), model, avoid, holder)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
@@ -200,10 +204,16 @@ class Relay:
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(
-                f"; {engine}: {engine.problem}" for engine in self._fleet.decode if engine.problem
+                f"; {engine}: {engine.obstacle}" for engine in self._fleet.decode if engine.obstacle
             )
             raise unavailable(f"no decode engine for {model!r} is healthy{problems}", code=target)
         return self._fleet.engine(target)
+
+    def _view(self, x: Exchange) -> FleetView:
+        """The engines to choose a decode engine from."""
+        if x.path == "local":
+            return self._fleet.view()
+        return self._fleet.partners(x.source.engine if x.source is not None else None)
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
         """Undo what failed and set up the next attempt. Raises RequestError when there is to be none."""
