@@ -62,7 +62,7 @@ class EngineConfig:
     """Where they reach this engine, if not at `host` and `port`."""
 
     def __post_init__(self) -> None:
-        check_registration(self.register, self.role, self.host, self.register_url)
+        check_registration(self.register, self.role, self.register_url, self.host)
 
 
 @dataclass(frozen=True, slots=True)

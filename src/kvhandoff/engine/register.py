@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.ids import Identity
+from kvhandoff.core.urls import check_url
 from kvhandoff.handoff.registration import Registration, RegistrationKey
 
 log = logging.getLogger(__name__)
@@ -28,18 +28,21 @@ ANSWER_S = 2.0
 _WILDCARDS = ("0.0.0.0", "::")
 
 
-def check_registration(routers: Sequence[str], role: str, host: str, url: str | None) -> None:
-    """Raises ConfigError for what can't work, before a model is loaded."""
+def check_registration(routers: Sequence[str], role: str, url: str | None, host: str = "") -> None:
+    """Raises ConfigError for what can't work, before a model is loaded. `host`: where the server listens, if
+    `url` may be made of it."""
     for router in routers:
-        parts = urlsplit(router)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise ConfigError(f"register: got {router!r}, allowed is a router's URL, http://HOST:PORT")
+        check_url("register", router)
+    if url is not None:
+        check_url("register_url", url)
     if routers and role == "both":
         raise ConfigError(
             "register: got the role both, allowed is prefill or decode; name the engine to the router"
         )
     if routers and url is None and host in _WILDCARDS:
-        raise ConfigError(f"register: got the host {host}, which no router can reach; give --register-url")
+        raise ConfigError(
+            f"register: got the host {host}, which no router can reach; set the URL (register_url)"
+        )
 
 
 class Registrar:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import check_url
 
 SIDE_PORT = 14579
 """Where a vLLM engine's connector listens unless it is told otherwise (`kv_port` of --kv-transfer-config)."""
 
-_WANTED = "http://HOST:PORT or https://HOST:PORT"
 _INTERNAL = ",internal="
 
 DNS = "dns+"
@@ -73,14 +73,3 @@ def parse_name(name: str, text: str) -> EngineName:
     if parts.scheme != "http" or parts.port is None or parts.hostname is None:
         raise allowed
     return EngineName(parts.hostname, parts.port)
-
-
-def check_url(name: str, url: str) -> None:
-    """Raises ConfigError unless it is the root of a server."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # a port that is no number, a broken IPv6 address
-        raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {_WANTED}") from error
-    if not usable or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"{name}: got {url!r}, allowed is {_WANTED}")

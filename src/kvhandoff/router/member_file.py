@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from kvhandoff.core.errors import ConfigError
-from kvhandoff.router.address import EngineAddress, check_url
+from kvhandoff.core.urls import check_url
+from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.engine import Role
 from kvhandoff.router.members import Member, Sleep
 

@@ -15,8 +15,9 @@ from aiohttp import web
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import ConfigError, RequestError, invalid
 from kvhandoff.core.ids import Identity
+from kvhandoff.core.urls import check_url
 from kvhandoff.handoff.registration import MAX_LEASE_S, BadRegistration, RegistrationKey
-from kvhandoff.router.address import EngineAddress, check_url
+from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.members import Member
 from kvhandoff.web import json_response, read_body
 
