@@ -108,6 +108,8 @@ async def test_a_file_is_followed_and_a_bad_one_leaves_the_last_good_one(
     members = source.members()
     assert await soon(anext(members)) == (D,)
     changed = asyncio.ensure_future(anext(members))
+    await turns.next()
+    assert not changed.done(), "it is as it was"
 
     for broken, said in ((b"decode: 5", "decode: expected `array`, got `int`"), (None, "can't be read")):
         if broken is None:

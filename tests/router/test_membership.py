@@ -152,6 +152,7 @@ async def test_membership_changes_under_load_lose_no_request(
                 for members in ([p9, d9], [d9, d8], [d8], [p9, d8]):
                     write(file, *members)
                     await shown(c, up | dict.fromkeys(members, "up"))
+                    assert all(engine.url in await c.text("/metrics") for engine in members)
                     seen = len(statuses)
                     await until(lambda: len(statuses) > seen + 10)  # noqa: B023
             stop.set()
@@ -219,6 +220,8 @@ async def test_an_operator_drains_an_engine(cluster: Any) -> None:
         await c.at_rest()
         engines = (await c.get("/ready"))[1]["engines"]
         assert [e["drained"] for e in engines if e["role"] == "decode"] == [True, False]
+        assert [(await c.post(c.body()))[0] for _ in range(3)] == [200] * 3
+        assert (going.legs.qsize(), staying.legs.qsize()) == (0, 8)
 
         status, answer = await c.post({"engine": going.url, "drain": False}, path="/v1/engines/drain")
         assert (status, answer["draining"]) == (200, False)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from kvhandoff.core.clock import ManualClock
+from kvhandoff.core.ids import EngineId, Identity, new_epoch
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import pairs
+from kvhandoff.router.pairs import PairTests
 from tests.router.conftest import Cluster
 from tests.router.engines import (
     WAIT_S,
@@ -145,14 +149,17 @@ async def test_a_pair_that_falls_back_is_found_and_not_used(
         # Its two tries have left no offer behind.
         assert p0.withdrawn.qsize() == 2
 
-        for headers in (PULL, PUSH) * 6:
+        for number in range(24):
+            if number % 3 == 0:  # so that no order of the engines' turns is the right one by chance
+                await c.post(c.body(), headers={"x-kvhandoff-path": "local"})
+            headers = PULL if number % 4 < 2 else PUSH
             status, answer = await c.post(c.body(), headers=headers)
             assert status == 200
             record = await c.record(answer["id"])
             ends = record["prefill"]["engine_id"], record["decode"]["engine_id"]
             assert ends != ("p0", "d0d0")
             assert record["kv_source"] == "transferred"
-        assert {leg.ticket.leg for leg in legs_of(d0)} == {"decode"}, "d0 is used with p1"
+        assert {leg.ticket.leg for leg in legs_of(d0)} == {"decode", "local"}, "d0 is used with p1"
 
 
 async def test_without_any_working_pair_prompts_are_computed_locally(cluster: Any) -> None:
@@ -253,3 +260,30 @@ async def test_only_pairs_that_get_legs_are_tested(cluster: Any) -> None:
         assert (await c.post({"engine": c.d.url}, path="/v1/engines/drain"))[0] == 200
         await reported(c, passed=1)
         assert [d.legs.qsize() for d in c.decode] == [1, 0, 0, 1]
+
+
+async def test_verdicts_on_past_lives_are_forgotten() -> None:
+    engines = [SimpleNamespace(url=f"http://{name}", obstacle=None, view=lambda: MODEL_VIEW) for name in "pd"]
+    p, d = engines
+    p.identity, d.identity = (Identity(EngineId(name), new_epoch()) for name in "pd")
+    tested: asyncio.Queue[tuple[Any, Any]] = asyncio.Queue()
+
+    async def test(p: Any, d: Any, deadline_s: float) -> str | None:
+        tested.put_nowait((p.identity, d.identity))
+        return None
+
+    tests = PairTests(test, lambda: ([p], [d]), ManualClock(), "on")  # type: ignore[arg-type, list-item, return-value]
+    running = asyncio.create_task(tests.run())
+    for _ in range(5):
+        await soon(tested.get())
+        await until(lambda: tests.report().passed == 1)
+        assert len(tests._verdicts) == 1
+        p.identity = Identity(EngineId("p"), new_epoch())
+        assert tests.report().untested == 1
+        tests.wake()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+MODEL_VIEW = SimpleNamespace(model="tiny")

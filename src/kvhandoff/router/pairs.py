@@ -148,12 +148,11 @@ class PairTests:
 
     async def _settle(self, p: Engine, d: Engine, turn: asyncio.Semaphore) -> None:
         async with turn:
-            lives = p.identity, d.identity
+            p_life, d_life = p.identity, d.identity
+            if p_life is None or d_life is None:
+                return
             result, why = await self._result(p, d)
-        p_life, d_life = lives
-        if p_life is None or d_life is None or lives != (p.identity, d.identity):
-            return  # one of them began another life meanwhile, which has woken `run`
-        before = self._verdict(p, d)
+        before = self._verdicts.get((p_life, d_life))
         self._verdicts[p_life, d_life] = _Verdict(result, why, self._clock())
         if before is None or (before.result, before.why) != (result, why):
             level = logging.INFO if result == "passed" else logging.WARNING
