@@ -14,6 +14,11 @@ from tests.router.engines import held, soon, until
 STUCK_S = 60.0
 
 
+def blocks(**counts: int) -> BlockCounts:
+    named = dict.fromkeys(("total", "free", "cached", "used", "offered", "loading", "quarantined"), 0)
+    return BlockCounts(**(named | counts))
+
+
 def report(**fields: Any) -> EngineState:
     facts: dict[str, Any] = {
         "engine_id": "d",
@@ -29,7 +34,7 @@ def report(**fields: Any) -> EngineState:
         "running": 1,
         "waiting": 0,
         "loading": 0,
-        "blocks": BlockCounts(total=1, free=1, cached=0, used=0, offered=0, loading=0, quarantined=0),
+        "blocks": blocks(),
         "records": [],
         "cursor": 3,
         "progress": 7,
@@ -38,7 +43,14 @@ def report(**fields: Any) -> EngineState:
 
 
 @pytest.mark.parametrize(
-    "stuck", [{}, {"running": 0, "waiting": 2}, {"running": 1, "waiting": 9, "loading": 9}], ids=str
+    "stuck",
+    [
+        {},
+        {"running": 0, "waiting": 2},
+        {"running": 0, "waiting": 2, "blocks": blocks(offered=4, retained=4)},
+        {"running": 1, "waiting": 9, "loading": 9},
+    ],
+    ids=str,
 )
 def test_work_without_progress_is_found(stuck: dict[str, Any]) -> None:
     dog = Watchdog(STUCK_S)
@@ -67,10 +79,18 @@ def test_what_moves_or_has_no_work_of_its_own_is_well(moves: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "state", [{"running": 0}, {"running": 0, "waiting": 3, "loading": 1}, {"progress": None}], ids=str
+    "state",
+    [
+        {"running": 0},
+        {"running": 0, "waiting": 3, "loading": 1},
+        {"running": 0, "waiting": 3, "blocks": blocks(offered=5, retained=4)},
+        {"running": 0, "waiting": 3, "blocks": blocks(granted=1)},
+        {"progress": None},
+    ],
+    ids=str,
 )
 def test_not_watched(state: dict[str, Any]) -> None:
-    """Idle; waiting for other engines, with deadlines; an engine that counts no steps."""
+    """Idle; waiting for what other engines do or hold, with deadlines; an engine that counts no steps."""
     dog = Watchdog(STUCK_S)
     for now in (0.0, 100.0, 1000.0):
         assert dog.look(report(**state), now) is None

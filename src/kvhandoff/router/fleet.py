@@ -89,8 +89,9 @@ class Fleet:
                     self.spawn(self._join(engine))
             engine.wanted_drain = member.drain
             now[url] = engine
+        members_now = set(now.values())
         for engine in [*before.values(), *self.leaving]:
-            gone = engine not in now.values()
+            gone = engine not in members_now
             if gone and not engine.leaving:
                 log.info("%s leaves, with %d legs under way", engine, engine.reserved)
             engine.leaving = gone
@@ -108,8 +109,7 @@ class Fleet:
         members can't be used.
         """
         answers = [source.members() for source in self.sources]
-        for index, answer in enumerate(answers):
-            self._wanted[index] = await anext(answer)
+        self._wanted = await asyncio.gather(*(anext(answer) for answer in answers))
         self.set_members(merge(self._wanted))
         await self.poll(self.engines)
         await asyncio.gather(*self._tasks)
@@ -142,6 +142,8 @@ class Fleet:
     def partners(self, of: Engine | None) -> FleetView:
         """The same for a handoff: without the engines that are known not to hand over with `of`, or with
         anyone when it is None."""
+        if self.pairs.all_hand_over:
+            return self.view()
         hands_over = self.pairs.hands_over
         if of is None:
             prefill = [p for p in self.prefill if self._has_partner(p)]
@@ -152,6 +154,8 @@ class Fleet:
         return FleetView([p.view() for p in prefill], [d.view() for d in decode])
 
     def _has_partner(self, p: Engine) -> bool:
+        if self.pairs.all_hand_over:
+            return True
         usable = [d for d in self.decode if d.obstacle is None]
         return not usable or any(self.pairs.hands_over(p, d) for d in usable)
 
@@ -182,8 +186,13 @@ class Fleet:
         """Run it in the background, until it ends or the fleet closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work has failed", exc_info=error)
 
     async def _obey(self, index: int, answers: AsyncIterator[tuple[Member, ...]]) -> None:
         """Follow a source of members."""
@@ -206,6 +215,8 @@ class Fleet:
                 return
 
     def _vet(self, engine: Engine, state: EngineState) -> str | None:
+        if engine.leaving:
+            return None  # it goes on with what it has
         if self._on_miss == "error" and state.integration == "vllm":
             return _NO_ERRORS
         for other in (*self.prefill, *self.decode):

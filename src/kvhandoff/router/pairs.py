@@ -80,6 +80,8 @@ class PairTests:
         self._clock = clock
         self._limit = {"auto": AUTO_PAIRS, "on": None, "off": 0}[choice]
         self._verdicts: dict[tuple[Identity, Identity], _Verdict] = {}
+        self._failed: set[tuple[Identity | None, Identity | None]] = set()
+        """The pairs of `_verdicts` that get no handoff."""
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -102,8 +104,12 @@ class PairTests:
 
     def hands_over(self, p: Engine, d: Engine) -> bool:
         """Whether a handoff from `p` to `d` may be tried."""
-        verdict = self._verdict(p, d)
-        return verdict is None or verdict.result != "failed"
+        return (p.identity, d.identity) not in self._failed
+
+    @property
+    def all_hand_over(self) -> bool:
+        """Whether `hands_over` says so of every pair, as it should be."""
+        return not self._failed
 
     def report(self) -> PairReport:
         """What is known of the engines that get legs."""
@@ -137,6 +143,7 @@ class PairTests:
         self._verdicts = {
             lives: verdict for lives, verdict in self._verdicts.items() if living.issuperset(lives)
         }
+        self._note_failed()
         if self._limit is not None and len(pairs) > self._limit:
             return []
         due = []
@@ -154,9 +161,13 @@ class PairTests:
             result, why = await self._result(p, d)
         before = self._verdicts.get((p_life, d_life))
         self._verdicts[p_life, d_life] = _Verdict(result, why, self._clock())
+        self._note_failed()
         if before is None or (before.result, before.why) != (result, why):
             level = logging.INFO if result == "passed" else logging.WARNING
             log.log(level, "handoff test from %s to %s: %s%s", p, d, result, f": {why}" if why else "")
+
+    def _note_failed(self) -> None:
+        self._failed = {lives for lives, verdict in self._verdicts.items() if verdict.result == "failed"}
 
     async def _result(
         self, p: Engine, d: Engine

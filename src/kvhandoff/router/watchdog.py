@@ -18,11 +18,13 @@ class Watchdog:
     def look(self, state: EngineState, now: float) -> str | None:
         """Take in a report that arrived at `now`: what is wrong, or None.
 
-        Work is what only the engine itself can bring forward: requests that run, or that wait while no load
-        is under way. A load waits for another engine, and has deadlines of its own; so has memory that other
-        engines hold under leases, which are shorter than any sensible `stuck_s`.
+        Work is what only the engine itself can bring forward: requests that run, or that wait while no other
+        engine is involved. A load waits for one, and memory that is lent to one comes back in its time; both
+        have deadlines of their own.
         """
-        has_work = state.running > 0 or (state.waiting > 0 and not state.loading)
+        blocks = state.blocks
+        lent = blocks.offered - blocks.retained + blocks.granted + blocks.quarantined
+        has_work = state.running > 0 or (state.waiting > 0 and not (state.loading or lent))
         if state.progress is None or not has_work:
             self.forget()
             return None
