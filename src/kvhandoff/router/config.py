@@ -112,7 +112,10 @@ class RouterConfig:
             )
         for name, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
-                (parse_name if url.startswith(DNS) else parse_address)(name, url)
+                if url.startswith(DNS):
+                    parse_name(name, url)
+                else:
+                    parse_address(name, url)
         given = [address.url for address in self.prefill_addresses + self.decode_addresses]
         given += [str(name) for name in self.prefill_names + self.decode_names]
         given += [a.internal for a in self.prefill_addresses + self.decode_addresses if a.internal]

@@ -50,7 +50,10 @@ class Fleet:
         self._on_miss = config.on_miss
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
-        self.sources = (FixedMembers(config.prefill_addresses, config.decode_addresses), *sources)
+        self.sources: tuple[MemberSource, ...] = (
+            FixedMembers(config.prefill_addresses, config.decode_addresses),
+            *sources,
+        )
         self._wanted: list[tuple[Member, ...]] = [() for _ in self.sources]
         """What each of them said last."""
         key = TicketKey(config.cluster_key)
@@ -78,7 +81,8 @@ class Fleet:
 
     def set_members(self, members: Iterable[Member]) -> None:
         """From now on these are the engines. Those that are not among them are drained."""
-        before, now = self._by_url, {}
+        before = self._by_url
+        now: dict[str, Engine] = {}
         for member in members:
             url = member.address.url
             engine = before.get(url) or next((e for e in self.leaving if e.url == url), None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import aiohttp
 import msgspec
 
-from kvhandoff.core.ids import HandoffKey, new_handoff_id
+from kvhandoff.core.ids import HandoffId, HandoffKey, new_handoff_id
 from kvhandoff.core.records import LegRecord
 from kvhandoff.router.answers import Answer, LegFailed, Prefilled, for_client, read_prefilled, whole
 from kvhandoff.router.body import Fields
@@ -41,8 +41,7 @@ class Probe:
     def take(self, legs: Iterable[LegRecord]) -> None:
         """Engines' accounts, of whatever requests."""
         for leg in legs:
-            key = HandoffKey(leg.handoff_id, leg.attempt)  # type: ignore[arg-type]
-            awaited = self._awaited.get(key)
+            awaited = self._awaited.get(HandoffKey(HandoffId(leg.handoff_id), leg.attempt))
             if awaited is not None and leg.leg == "decode" and not awaited.done():
                 awaited.set_result(leg)
 
