@@ -207,7 +207,7 @@ async def cluster(
             decode=tuple(e.url for e in decodes),
             cluster_key=CLUSTER_KEY,
             port=0,
-            **{"path": "pull", **(router_options or {})},
+            **{"path": "pull", "pair_tests": "off", **(router_options or {})},
         )
         router = await serve_router(config)
         stack.push_async_callback(router.close)

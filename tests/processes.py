@@ -168,7 +168,7 @@ class Deployment(Cluster):
             decode=tuple(engine.url for engine in self.decoders),
             cluster_key=CLUSTER_KEY,
             port=0,
-            **{"path": "pull", **self._options},
+            **{"path": "pull", "pair_tests": "off", **self._options},
         )
         self._router = await serve_router(config)
         self.url = f"http://127.0.0.1:{self._router.port}"

@@ -66,6 +66,7 @@ async def routed(
         cluster_key=CLUSTER_KEY,
         port=0,
         path="pull",
+        pair_tests="off",
     )
     router = await serve_router(config)
     try:

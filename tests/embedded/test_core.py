@@ -240,6 +240,7 @@ def test_load_counts_each_request_once():
         "blocks_total": 8,
         "blocks_free": 8,
         "blocks_cached": 0,
+        "steps": 0,
     }
     bench.submit("a", prompt_of(5), 4, ignore_eos=True)
     bench.submit("b", prompt_of(5, 1), 1, load=True)

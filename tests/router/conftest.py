@@ -135,10 +135,11 @@ def cluster() -> Callable[..., Any]:
                 stack.push_async_callback(engine.kill)
             settings = RouterConfig(
                 prefill=tuple(engine.address for engine in prefills),
-                decode=tuple(engine.address for engine in decodes),
+                decode=(*(engine.address for engine in decodes), *config.pop("more_decode", ())),
                 cluster_key=config.pop("cluster_key", CLUSTER_KEY),
                 port=0,
                 poll_interval_s=config.pop("poll_interval_s", 60.0),
+                pair_tests=config.pop("pair_tests", "off"),
                 timeouts=replace(Timeouts(), **(timeouts or {})),
                 **config,
             )

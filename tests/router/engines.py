@@ -82,6 +82,7 @@ class MockEngine:
         self.model = MODEL
         self.load = 0
         self.waiting = 0
+        self.progress: int | None = None
         self.free = 8
         self.keeps = 100
         """Tokens of each turn that is to be retained."""
@@ -202,6 +203,7 @@ class MockEngine:
             records=self.records[after:],
             cursor=len(self.records),
             integration=self.integration,
+            progress=self.progress,
         )
         return web.Response(body=msgspec.json.encode(state), content_type="application/json")
 

@@ -45,7 +45,10 @@ class Ground:
 
     def config(self, *decode: str, **config: Any) -> RouterConfig:
         return RouterConfig(
-            decode=decode, cluster_key=CLUSTER_KEY, port=0, **({"poll_interval_s": 60.0} | config)
+            decode=decode,
+            cluster_key=CLUSTER_KEY,
+            port=0,
+            **({"poll_interval_s": 60.0, "pair_tests": "off"} | config),
         )
 
 

@@ -15,6 +15,9 @@ GOOD: dict[str, Any] = {"decode": ("http://127.0.0.1:1",), "cluster_key": b"k"}
     ("fields", "message"),
     [
         ({"decode": ()}, "decode: got no URL"),
+        ({"decode": ("dns+http://engines",)}, "allowed is dns+http://NAME:PORT"),
+        ({"prefill": ("dns+http://e:1",), "decode": ("dns+http://e:1",)}, "dns+http://e:1 more than once"),
+        ({"pair_tests": "maybe"}, "pair_tests: got 'maybe', allowed is auto, on, off"),
         ({"decode": ("127.0.0.1:1",)}, "decode: got '127.0.0.1:1'"),
         ({"decode": ("ftp://h:1",)}, "allowed is http://HOST:PORT"),
         ({"decode": ("http://h:x",)}, "decode: got 'http://h:x'"),

@@ -44,7 +44,7 @@ class Fixture:
             prefill=tuple(engine.address for engine in prefill),
             decode=tuple(engine.address for engine in decode),
             cluster_key=CLUSTER_KEY,
-            **({"poll_interval_s": 60.0} | config),
+            **({"poll_interval_s": 60.0, "pair_tests": "off"} | config),
         )
         fleet = Fleet(settings, session, self.clock, self.legs.extend)
         self.stack.push_async_callback(fleet.close)

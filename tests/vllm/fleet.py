@@ -84,6 +84,7 @@ async def fleet(pair: Pair, **options: Any) -> AsyncIterator[Fleet]:
         decode=(address(pair.d),),
         cluster_key=pair.cluster_key,
         port=0,
+        pair_tests="off",
         **options,
     )
     router = await serve(config)

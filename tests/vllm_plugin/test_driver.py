@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import queue
 import threading
 import urllib.error
 import urllib.request
@@ -17,6 +19,8 @@ from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handof
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.engine import names
 from kvhandoff.engine.facts import EngineFacts
+from kvhandoff.engine.register import LEASE_S
+from kvhandoff.handoff.registration import Registration, RegistrationKey
 from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.transport.api import TransportError
 from kvhandoff.vllm.driver import Driver
@@ -237,3 +241,35 @@ def test_no_cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, *_ = make(PluginSettings(engine_id="keyless", port=free_port(), extra=ExtraConfig()))
     with pytest.raises(ConfigError, match="cluster key: none given"):
         driver.start(FakeMover)
+
+
+def test_it_registers_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its pages' address, and vLLM's own as the operator gives it."""
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "key")
+    taken: queue.Queue[Registration] = queue.Queue()
+
+    class Router(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            taken.put(RegistrationKey(b"key").open(body["registration"]))
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router) as router:
+        threading.Thread(target=router.serve_forever, daemon=True).start()
+        extra = ExtraConfig(
+            role="decode",
+            register=(f"http://127.0.0.1:{router.server_port}",),
+            register_url="http://10.0.0.2:8000",
+        )
+        port = free_port()
+        driver, _, _, facts = make(PluginSettings(engine_id=f"e{port}", port=port, extra=extra))
+        driver.start(FakeMover)
+        first = taken.get(timeout=DEADLINE)
+        driver.close()
+        while (last := taken.get(timeout=DEADLINE)).lease_s:
+            pass
+        router.shutdown()
+    assert (first.engine, first.role, first.url) == (facts.identity, "decode", "http://10.0.0.2:8000")
+    assert (first.internal, first.lease_s) == (f"http://127.0.0.1:{port}", LEASE_S)
+    assert last.number > first.number

@@ -127,6 +127,9 @@ def test_refused_deployments(changes: dict[str, Any], message: str) -> None:
         ({"progress_s": 0.01}, "progress_s: got 0.01, allowed is 0.1 to 2592000 seconds"),
         ({"min_return_tokens": 0}, "min_return_tokens: got 0, allowed is 1 or more"),
         ({"control_port": 70000}, "control_port: got 70000, allowed is 0 to 65535"),
+        ({"role": "decode", "register": ["r:1"]}, "register: got 'r:1'"),
+        ({"register": ["http://r:1"], "register_url": "http://v:1"}, "register: got the role both"),
+        ({"role": "decode", "register": ["http://r:1"]}, "register_url: got None"),
         ({"backend_options": {"x": 1}}, r"Expected `str`, got `int`.*backend_options"),
     ],
 )

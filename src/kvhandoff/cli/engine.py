@@ -50,6 +50,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+Register = typer.Option(
+    [],
+    "--register",
+    help="A router's URL (its --registration is on) to register with; may be given several times.",
+)
+RegisterUrl = typer.Option(
+    None, "--register-url", help="Where routers reach this engine, if not at --host and --port."
+)
 DtypeOption = typer.Option(Dtype.AUTO, help="auto: the checkpoint's, float32 in exact mode.")
 
 
@@ -87,6 +95,8 @@ def engine(
     min_return_tokens: int = typer.Option(
         MIN_RETURN_TOKENS, min=1, help="With fewer to gain, a history is computed, not read."
     ),
+    register: list[str] = Register,
+    register_url: str | None = RegisterUrl,
     cluster_key_file: Path | None = ClusterKeyFile,
     log_level: Level = LogLevel,
     lifeline: bool = Lifeline,
@@ -131,6 +141,8 @@ def engine(
             retain_fixed_s=retain_time,
         ),
         min_return_tokens=min_return_tokens,
+        register=tuple(register),
+        register_url=register_url,
     )
 
     def announce(started: Started) -> None:

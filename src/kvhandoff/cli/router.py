@@ -102,6 +102,32 @@ EngineCa = typer.Option(
     dir_okay=False,
     help="PEM file with the roots to trust for engines at https URLs, instead of the system's.",
 )
+
+
+class PairTestOption(StrEnum):
+    """Whether pairs of engines are tested when they come up."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+Fleet = typer.Option(
+    None,
+    "--fleet",
+    help="More engines, in a YAML file: lists `prefill` and `decode` of {url, internal, drain}. It is "
+    "watched; replace it by renaming.",
+    dir_okay=False,
+)
+Registration = typer.Option(
+    False, "--registration", help="Take in engines that register themselves with the cluster key."
+)
+PairTests = typer.Option(
+    PairTestOption.AUTO,
+    "--pair-tests",
+    help="Send two blocks through each pair of engines as they come up, to see whether they hand over; auto: "
+    "up to 64 pairs.",
+)
 Connector = typer.Option(
     ConnectorOption.KVHANDOFF,
     "--connector",
@@ -152,8 +178,13 @@ def router(
         "connector (kv_port) is not at port 14579 of the same host.",
     ),
     decode: list[str] = typer.Option(
-        ..., help="A decode engine, in the same form; may be given several times."
+        [],
+        help="A decode engine, in the same form; may be given several times. dns+http://NAME:PORT stands for "
+        "an engine at each of the name's addresses.",
     ),
+    fleet: Path | None = Fleet,
+    registration: bool = Registration,
+    pair_tests: PairTestOption = PairTests,
     host: str = typer.Option("127.0.0.1", help="Address to listen at."),
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     path: PathOption = typer.Option(PathOption.AUTO, help="Path of requests that don't force one."),
@@ -179,6 +210,8 @@ def router(
 
     set_up_logging(log_level, "router")
     security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
+    if not (decode or fleet or registration):
+        raise ConfigError("--decode: got none, allowed is one or more, --fleet FILE, or --registration")
     if connector is not ConnectorOption.KVHANDOFF:
         chosen = (prefill_policy, decode_policy) != (ChoiceOption.LEAST_WORK,) * 2
         if binding is not BindingOption.AUTO or chosen:
@@ -192,6 +225,8 @@ def router(
             )
         if index != "memory":
             raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
+        if fleet is not None or registration:
+            raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
         start = _upstream(connector, prefill, decode, host, port, path, return_mode, security)
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
@@ -203,6 +238,9 @@ def router(
     config = RouterConfig(
         prefill=tuple(prefill),
         decode=tuple(decode),
+        fleet_file=fleet,
+        registration=registration,
+        pair_tests=pair_tests.value,
         cluster_key=cluster_key(cluster_key_file),
         host=host,
         port=port,

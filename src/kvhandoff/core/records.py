@@ -108,3 +108,6 @@ class EngineState(msgspec.Struct, kw_only=True):
     cursor: int
     """Pass it as `after` next time."""
     integration: Literal["embedded", "vllm"] = "embedded"
+    progress: int | None = None
+    """Model steps done in this life; with requests under way and this standing still, the engine is stuck.
+    None: it does not count them."""

@@ -92,6 +92,7 @@ class EngineCore:
         self._counts: dict[str, int] = {}
 
         self._thread: Thread | None = None
+        self._steps = 0
         self._short = False  # whether the last plan lacked blocks
         self._publish_counts()
 
@@ -162,8 +163,8 @@ class EngineCore:
         return self._outlet.live()
 
     def load(self) -> dict[str, Any]:
-        """`running`, `waiting`, `loading` requests, and `blocks_total`, `blocks_free`, `blocks_cached`, as of
-        one moment between two steps or before a step's model run."""
+        """`running`, `waiting`, `loading` requests, `blocks_total`, `blocks_free`, `blocks_cached`, and the
+        model `steps` done, as of one moment between two steps or before a step's model run."""
         with self._wake:
             return {**self._counts, "waiting": self._counts["waiting"] + self._queued}
 
@@ -250,7 +251,9 @@ class EngineCore:
         if not plan.chunks:
             self._check_progress()
             return False
-        self._tell(self._stepper.run(plan.chunks))
+        results = self._stepper.run(plan.chunks)
+        self._steps += 1
+        self._tell(results)
         return True
 
     def _tell(self, results: StepResults) -> None:
@@ -331,6 +334,7 @@ class EngineCore:
             "blocks_total": pool.num_blocks,
             "blocks_free": pool.free,
             "blocks_cached": pool.cached,
+            "steps": self._steps,
         }
         with self._wake:
             self._counts = counts

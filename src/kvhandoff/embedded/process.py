@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Literal
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded.exact import prepare_environment
 from kvhandoff.engine.names import hold_name
+from kvhandoff.engine.register import Registrar, check_registration
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.transport.mover import Mover
 from kvhandoff.transport.planes import PlaneKind, allocate_region, create_plane, default_kind
@@ -54,6 +56,13 @@ class EngineConfig:
     threads: int | None = None
     settings: HandoffSettings = field(default_factory=HandoffSettings)
     min_return_tokens: int = MIN_RETURN_TOKENS
+    register: tuple[str, ...] = ()
+    """Routers' URLs to register with."""
+    register_url: str | None = None
+    """Where they reach this engine, if not at `host` and `port`."""
+
+    def __post_init__(self) -> None:
+        check_registration(self.register, self.role, self.register_url, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +147,27 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
     await agent.start()
     core.start()
     server = None
+    registration = AsyncExitStack()
     try:
         app = create_app(agent, core, text, config.model_name)
         server = await serve(app, config.host, config.port)
         url = f"http://{config.host}:{server.port}"
         spare_collector()
+        if config.register:
+            assert config.role != "both", "checked"
+            registrar = Registrar(
+                config.register,
+                config.cluster_key,
+                facts.identity,
+                config.role,
+                config.register_url or url,
+            )
+            await registration.enter_async_context(registrar)
         started(Started(url, agent.control_address, facts.epoch, transport))
         _log.info("%s engine %s serves %s at %s", config.role, facts.identity, config.model_name, url)
         await stop.wait()
     finally:
+        await registration.aclose()
         if server is not None:
             await server.close()
         await asyncio.to_thread(core.close)

@@ -154,6 +154,7 @@ class HandoffAgent(Generic[_Core]):
             records=list(self._records)[skip:],
             cursor=self._cursor,
             integration=facts.integration,
+            progress=counts["steps"],
         )
 
     def about(self) -> dict[str, str]:

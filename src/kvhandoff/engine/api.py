@@ -161,7 +161,8 @@ class EngineControl(Protocol):
         ...
 
     def load(self) -> dict[str, Any]:
-        """`running`, `waiting`, `loading` requests, and `blocks_total`, `blocks_free`, `blocks_cached`."""
+        """`running`, `waiting`, `loading` requests, `blocks_total`, `blocks_free`, `blocks_cached`, and the
+        model `steps` of this life."""
         ...
 
 

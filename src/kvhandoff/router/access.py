@@ -1,6 +1,7 @@
 """Who calls, and what of the router that caller may have.
 
     /health                                        anybody
+    registrations                                  engines: each is signed with the cluster key
     completions, models, records of one's own      a tenant's key
     all else: rebind, /ready, /metrics, …          an operator's key; the file may open the last two
 
@@ -28,7 +29,7 @@ from kvhandoff.web import Handler
 
 _Value = TypeVar("_Value")
 
-OPEN = frozenset({"/health"})
+OPEN = frozenset({"/health", "/internal/engines"})
 CLIENTS = frozenset(
     {
         *(endpoint.path for endpoint in Endpoint),

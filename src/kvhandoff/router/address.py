@@ -9,12 +9,15 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import check_url
 
 SIDE_PORT = 14579
 """Where a vLLM engine's connector listens unless it is told otherwise (`kv_port` of --kv-transfer-config)."""
 
-_WANTED = "http://HOST:PORT or https://HOST:PORT"
 _INTERNAL = ",internal="
+
+DNS = "dns+"
+"""Before the URL of a name that stands for many engines."""
 
 
 class EngineAddress(NamedTuple):
@@ -44,12 +47,29 @@ def parse_address(name: str, text: str) -> EngineAddress:
     return EngineAddress(url.rstrip("/"), internal.rstrip("/") if comma else None)
 
 
-def check_url(name: str, url: str) -> None:
-    """Raises ConfigError unless it is the root of a server."""
+class EngineName(NamedTuple):
+    """A name whose every address is an engine, all at one port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{DNS}http://{self.host}:{self.port}"
+
+    def url(self, address: str) -> str:
+        """The engine at this one of its IP addresses."""
+        return f"http://{f'[{address}]' if ':' in address else address}:{self.port}"
+
+
+def parse_name(name: str, text: str) -> EngineName:
+    """`dns+http://NAME:PORT`. Raises ConfigError; `name`: the setting, for its message."""
+    allowed = ConfigError(f"{name}: got {text!r}, allowed is {DNS}http://NAME:PORT")
+    url = text.removeprefix(DNS)
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # a port that is no number, a broken IPv6 address
-        raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {_WANTED}") from error
-    if not usable or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"{name}: got {url!r}, allowed is {_WANTED}")
+        check_url(name, url)
+    except ConfigError as error:
+        raise allowed from error
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.port is None or parts.hostname is None:
+        raise allowed
+    return EngineName(parts.hostname, parts.port)

@@ -17,15 +17,21 @@ from kvhandoff.router.admission import Admission
 from kvhandoff.router.body import unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations
+from kvhandoff.router.drain import drain
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.index import open_index
+from kvhandoff.router.member_dns import NamedMembers
+from kvhandoff.router.member_file import FileMembers
+from kvhandoff.router.members import MemberSource
 from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.ready import describe_engine, describe_fleet
 from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.rebinder import Rebinder
 from kvhandoff.router.records import Draft, Records, RequestRecord
+from kvhandoff.router.registrations import Registrations
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session
 from kvhandoff.web import Server, json_response, read_body
@@ -60,12 +66,16 @@ class Front:
             on_lost_turns=self._metrics.lost_turns.inc,
         )
         self._conversations = Conversations(self._index, config.max_conversations)
+        self._registrations = Registrations(config.cluster_key, clock) if config.registration else None
         self._fleet: Fleet
         self._relay: Relay
 
     def routes(self) -> list[web.RouteDef]:
         """All endpoints."""
+        registrations = self._registrations
         return [
+            *([web.post("/internal/engines", registrations.post)] if registrations is not None else []),
+            web.post("/v1/engines/drain", self.drain),
             web.post(Endpoint.CHAT.path, self.chat_completions),
             web.post(Endpoint.COMPLETIONS.path, self.completions),
             web.post(Endpoint.RESPONSES.path, self.responses),
@@ -86,7 +96,10 @@ class Front:
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         async with engine_session(self._config.timeouts.connect_s, self._config.security) as session:
-            self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs)
+            sources = members_of(self._config)
+            if self._registrations is not None:
+                sources.append(self._registrations)
+            self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs, sources)
             admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
             self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
             try:
@@ -200,25 +213,31 @@ class Front:
 
     async def ready(self, request: web.Request) -> web.Response:
         """Whether requests can be answered, and each engine's state; 503 when no decode engine is healthy."""
-        ready = any(engine.healthy for engine in self._fleet.decode)
-        engines = [
-            {
-                "url": engine.url,
-                "role": engine.role,
-                "healthy": engine.healthy,
-                "problem": engine.problem,
-                "rests": engine.circuit.rests,
-            }
-            for engine in self._fleet.engines
-        ]
-        status = "ready" if ready else "no decode engine is healthy"
-        return json_response({"status": status, "engines": engines}, status=200 if ready else 503)
+        status, body = describe_fleet(self._fleet)
+        return json_response(body, status=status)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Give an engine no new legs, or give it some again. For operators."""
+        raw = await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s)
+        return json_response(describe_engine(drain(raw, self._fleet)))
 
     async def metrics(self, request: web.Request) -> web.Response:
+        self._metrics.show_fleet(
+            self._fleet.pairs.report(), sum(engine.draining for engine in self._fleet.engines)
+        )
         return web.Response(
             body=self._metrics.text(self._fleet.engines),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
+
+
+def members_of(config: RouterConfig) -> list[MemberSource]:
+    """Where the members come from that the configuration does not name itself."""
+    sources: list[MemberSource] = [NamedMembers("prefill", name) for name in config.prefill_names]
+    sources += [NamedMembers("decode", name) for name in config.decode_names]
+    if config.fleet_file is not None:
+        sources.append(FileMembers(config.fleet_file))
+    return sources
 
 
 def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Application:

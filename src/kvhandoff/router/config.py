@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal, get_args
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import MissPolicy
-from kvhandoff.router.address import EngineAddress, parse_address
+from kvhandoff.router.address import DNS, EngineAddress, EngineName, parse_address, parse_name
 from kvhandoff.router.index import IN_MEMORY, check_index
 from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, Policies, ReturnChoice
 from kvhandoff.router.security import Security
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
+
+PairTestChoice = Literal["auto", "on", "off"]
+PAIR_TEST_CHOICES: tuple[PairTestChoice, ...] = get_args(PairTestChoice)
 
 RetainChoice = Literal["renewable", "fixed", "off"]
 RETAIN_CHOICES: tuple[RetainChoice, ...] = get_args(RetainChoice)
@@ -53,6 +57,9 @@ class Timeouts:
     """A pushed prompt's prefill leg, after the answer has begun; then it is ended, since nobody needs it."""
     poll_s: float = 2.0
     """One state report of one engine; three missed ones make it unhealthy."""
+    progress_s: float = 60.0
+    """An engine with work whose count of steps stands still for so long, though it answers for its state, is
+    unhealthy until it moves. Longer than its longest step, and than the leases of its memory."""
     record_s: float = 1.0
     """A reader of a record waits this long for the engines' accounts; then it is given as incomplete."""
     index_s: float = 0.05
@@ -68,8 +75,16 @@ class RouterConfig:
     prefill: tuple[str, ...] = ()
     """The prefill engines: `URL`, e.g. `http://127.0.0.1:8101`, or `URL,internal=URL` where an engine's pages
     for the router are at an address of their own (`address.py`)."""
-    decode: tuple[str, ...]
-    """The decode engines, in the same form; one at least."""
+    decode: tuple[str, ...] = ()
+    """The decode engines, in the same form; one at least, unless `fleet_file` or `registration` bring some.
+    In both, `dns+http://NAME:PORT` stands for an engine at each of the name's addresses."""
+    fleet_file: Path | None = None
+    """More engines, in a YAML file that is watched (`member_file.py`)."""
+    registration: bool = False
+    """Whether engines may register themselves, signed with the cluster key."""
+    pair_tests: PairTestChoice = "auto"
+    """Whether a request of two blocks is sent through every prefill and decode engine that come up, to see
+    whether they hand over: `auto`, for up to 64 pairs; `on`, `off`."""
     cluster_key: bytes = field(repr=False)
     """Signs the tickets; the engines have the same."""
     host: str = "127.0.0.1"
@@ -105,12 +120,18 @@ class RouterConfig:
     security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
-        if not self.decode:
-            raise ConfigError("decode: got no URL, allowed is one URL or more")
+        if not (self.decode or self.fleet_file or self.registration):
+            raise ConfigError(
+                "decode: got no URL, allowed is one URL or more, a file of them (fleet), or registration"
+            )
         for name, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
-                parse_address(name, url)
+                if url.startswith(DNS):
+                    parse_name(name, url)
+                else:
+                    parse_address(name, url)
         given = [address.url for address in self.prefill_addresses + self.decode_addresses]
+        given += [str(name) for name in self.prefill_names + self.decode_names]
         given += [a.internal for a in self.prefill_addresses + self.decode_addresses if a.internal]
         twice = sorted({url for url in given if given.count(url) > 1})
         if twice:
@@ -122,6 +143,7 @@ class RouterConfig:
         _check_choice("return_mode", self.return_mode, RETURN_CHOICES)
         _check_choice("retain", self.retain, RETAIN_CHOICES)
         _check_choice("on_miss", self.on_miss, MISS_POLICIES)
+        _check_choice("pair_tests", self.pair_tests, PAIR_TEST_CHOICES)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, allowed is 0 to 65535")
         positive = ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records", "max_conversations")
@@ -132,13 +154,31 @@ class RouterConfig:
 
     @property
     def prefill_addresses(self) -> tuple[EngineAddress, ...]:
-        """`prefill`, parsed."""
-        return tuple(parse_address("prefill", text) for text in self.prefill)
+        """The URLs of `prefill`, parsed."""
+        return _addresses("prefill", self.prefill)
 
     @property
     def decode_addresses(self) -> tuple[EngineAddress, ...]:
-        """`decode`, parsed."""
-        return tuple(parse_address("decode", text) for text in self.decode)
+        """The URLs of `decode`, parsed."""
+        return _addresses("decode", self.decode)
+
+    @property
+    def prefill_names(self) -> tuple[EngineName, ...]:
+        """The names of `prefill`, parsed."""
+        return _names("prefill", self.prefill)
+
+    @property
+    def decode_names(self) -> tuple[EngineName, ...]:
+        """The names of `decode`, parsed."""
+        return _names("decode", self.decode)
+
+
+def _addresses(name: str, given: tuple[str, ...]) -> tuple[EngineAddress, ...]:
+    return tuple(parse_address(name, text) for text in given if not text.startswith(DNS))
+
+
+def _names(name: str, given: tuple[str, ...]) -> tuple[EngineName, ...]:
+    return tuple(parse_name(name, text) for text in given if text.startswith(DNS))
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

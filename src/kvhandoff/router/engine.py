@@ -26,6 +26,7 @@ from kvhandoff.router.policy import TYPICAL_TOKENS, UNMEASURED, EngineView, lear
 from kvhandoff.router.records import LegRef
 from kvhandoff.router.reservations import Reservation, Reservations
 from kvhandoff.router.side import EngineError, NoReport, SidePages
+from kvhandoff.router.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Engine:
         vet: Callable[[Engine, EngineState], str | None],
         to_introduce: Callable[[Engine], None],
     ) -> None:
+        self.address = address
         self.url = address.url
         self.role = role
         self.state: EngineState | None = None
@@ -67,6 +69,12 @@ class Engine:
         """Of this router's legs."""
         self.costs = UNMEASURED
         """What it takes for its parts of a request. Kept across its lives, most likely on one machine."""
+        self.wanted_drain = False
+        """Its source of membership wants it to be drained."""
+        self.ordered_drain = False
+        """An operator does."""
+        self.leaving = False
+        """It is no member any more."""
         self.silence = Alarm()
         """Rings when it stops reporting its state."""
         self._pages = pages
@@ -83,6 +91,7 @@ class Engine:
         self._refused: str | None = None
         """Why its present life obeys no ticket."""
         self._refused_polls = 0
+        self._watchdog = Watchdog(timeouts.progress_s)
         self._poll_lock = asyncio.Lock()
         self._polls_begun = 0
         self._last_poll = 0
@@ -90,6 +99,29 @@ class Engine:
     @property
     def healthy(self) -> bool:
         return self.problem is None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the legs that it has are to be its last."""
+        return self.leaving or self.wanted_drain or self.ordered_drain
+
+    @property
+    def drained(self) -> bool:
+        """Whether it is draining, and nobody needs it any more: no leg, no request, no offer that another
+        engine may still read. Turns kept for later don't count."""
+        if not self.draining or self.reserved:
+            return False
+        state = self.state
+        if state is None or not self.healthy:
+            return True
+        blocks = state.blocks
+        lent = blocks.offered - blocks.retained + blocks.granted
+        return not (state.running or state.waiting or state.loading or lent)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it gets no new legs; None: it gets some."""
+        return self.problem or ("it is draining" if self.draining else None)
 
     @property
     def integration(self) -> Integration:
@@ -112,7 +144,7 @@ class Engine:
         return EngineView(
             url=self.url,
             model=state.model if state else "",
-            healthy=self.healthy,
+            healthy=self.obstacle is None,
             block_size=state.block_size if state else 0,
             load=ours.load,
             chosen=ours.chosen,
@@ -233,6 +265,7 @@ class Engine:
     def down(self, why: str) -> None:
         """Nothing listens there, or it says itself that it can't work: no more legs until a good report."""
         self._missed = MISSED_POLLS
+        self._watchdog.forget()
         self._set_problem(why)
         self.silence.ring()
 
@@ -286,7 +319,10 @@ class Engine:
                 f"given to the router as a {self.role} engine, but it has the role {state.role}"
             )
         else:
-            self._set_problem(self._vet(self, state) or self._refused)
+            stuck = self._watchdog.look(state, arrived)
+            self._set_problem(self._vet(self, state) or self._refused or stuck)
+            if stuck is not None:
+                self.silence.ring()
         self.reservations.reported(state)
         if state.records:
             self.costs = reduce(learn, state.records, self.costs)
@@ -299,6 +335,7 @@ class Engine:
 
     def _miss(self, why: str) -> None:
         self._missed += 1
+        self._watchdog.forget()
         if self._missed >= MISSED_POLLS or self.state is None:
             self._set_problem(why)
             self.silence.ring()

@@ -1,9 +1,14 @@
-"""The fleet: all engines, polled concurrently, and introduced to each other as they come."""
+"""The fleet: all engines, polled concurrently, and introduced to each other as they come.
+
+Members come and go while the router runs. One that goes is drained: it gets no new legs, is asked for its
+state until the legs that it has have ended and their accounts are in, and is then forgotten.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -16,10 +21,15 @@ from kvhandoff.handoff.tickets import TicketKey
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine, Role
+from kvhandoff.router.members import FixedMembers, Member, MemberSource, merge
+from kvhandoff.router.pairs import PairTests
 from kvhandoff.router.policy import EngineView, Estimate, FleetView, learn_leg
 from kvhandoff.router.policy.costs import MIN_TOKENS
+from kvhandoff.router.probe import Probe
 from kvhandoff.router.records import RequestRecord
 from kvhandoff.router.side import SidePages
+
+log = logging.getLogger(__name__)
 
 _NO_ERRORS = (
     "on_miss: got 'error', allowed with vLLM engines is recompute: their requests can't be ended from inside"
@@ -35,39 +45,89 @@ class Fleet:
         session: aiohttp.ClientSession,
         clock: Clock,
         on_legs: Callable[[Sequence[LegRecord]], None],
+        sources: Sequence[MemberSource] = (),
     ) -> None:
+        """`sources`: of members, beside the configuration's URLs."""
         self._interval = config.poll_interval_s
         self._on_miss = config.on_miss
         self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+        self.sources: tuple[MemberSource, ...] = (
+            FixedMembers(config.prefill_addresses, config.decode_addresses),
+            *sources,
+        )
+        self._wanted: list[tuple[Member, ...]] = [() for _ in self.sources]
+        """What each of them said last."""
         key = TicketKey(config.cluster_key)
+        probe = Probe(session, config.timeouts)
+        self.pairs = PairTests(probe.test, lambda: (self.prefill, self.decode), clock, config.pair_tests)
+
+        def take(legs: Sequence[LegRecord]) -> None:
+            probe.take(legs)
+            on_legs(legs)
 
         def engine(address: EngineAddress, role: Role) -> Engine:
             pages = SidePages(address, session)
-            return Engine(
-                address, role, pages, key, config.timeouts, clock, on_legs, self._vet, self._introduce
-            )
+            return Engine(address, role, pages, key, config.timeouts, clock, take, self._vet, self._introduce)
 
-        self.prefill = [engine(address, "prefill") for address in config.prefill_addresses]
-        self.decode = [engine(address, "decode") for address in config.decode_addresses]
-        self._by_url = {engine.url: engine for engine in self.engines}
+        self._make = engine
+        self.prefill: list[Engine] = []
+        self.decode: list[Engine] = []
+        self.leaving: list[Engine] = []
+        """Those that are no members any more, until their legs have ended."""
+        self._by_url: dict[str, Engine] = {}
         self._tokens_per_byte = Estimate(1.0, above=1.0)
 
     @property
     def engines(self) -> list[Engine]:
-        return [*self.prefill, *self.decode]
+        return [*self.prefill, *self.decode, *self.leaving]
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        """From now on these are the engines. Those that are not among them are drained."""
+        before = self._by_url
+        now: dict[str, Engine] = {}
+        for member in members:
+            url = member.address.url
+            engine = before.get(url) or next((e for e in self.leaving if e.url == url), None)
+            if engine is None or (engine.role, engine.address) != (member.role, member.address):
+                engine = self._make(member.address, member.role)
+                log.info("%s engine at %s joins", engine.role, url)
+                if self._started:
+                    self.spawn(self._join(engine))
+            engine.wanted_drain = member.drain
+            now[url] = engine
+        members_now = set(now.values())
+        for engine in [*before.values(), *self.leaving]:
+            gone = engine not in members_now
+            if gone and not engine.leaving:
+                log.info("%s leaves, with %d legs under way", engine, engine.reserved)
+            engine.leaving = gone
+        self.leaving = [engine for engine in self.engines if engine.leaving]
+        self._by_url = now
+        self.prefill = [engine for engine in now.values() if engine.role == "prefill"]
+        self.decode = [engine for engine in now.values() if engine.role == "decode"]
+        self.pairs.wake()
 
     async def start(self) -> None:
         """Ask every engine once, then go on asking in the background.
 
         Introductions are waited for too, so that a wrong cluster key shows before the first request. Raises
-        ConfigError when the engines that have answered can't do what the router is told.
+        ConfigError when the engines that have answered can't do what the router is told, or a source of
+        members can't be used.
         """
+        answers = [source.members() for source in self.sources]
+        self._wanted = await asyncio.gather(*(anext(answer) for answer in answers))
+        self.set_members(merge(self._wanted))
         await self.poll(self.engines)
         await asyncio.gather(*self._tasks)
         if self._on_miss == "error" and any(engine.integration == "vllm" for engine in self.engines):
             raise ConfigError(_NO_ERRORS)
+        self._started = True
         for engine in self.engines:
             self.spawn(self._follow(engine))
+        for index, answer in enumerate(answers):
+            self.spawn(self._obey(index, answer))
+        self.spawn(self.pairs.run())
 
     async def close(self) -> None:
         """End the background work."""
@@ -80,12 +140,32 @@ class Fleet:
         await asyncio.gather(*(engine.poll() for engine in engines))
 
     def view(self) -> FleetView:
-        """What the policies see."""
+        """What the policies see, without prefill engines that are known to hand over to nobody."""
         return FleetView(
-            [engine.view() for engine in self.prefill],
-            [engine.view() for engine in self.decode],
+            [p.view() for p in self.prefill if self._has_partner(p)],
+            [d.view() for d in self.decode],
             self._tokens_per_byte.value,
         )
+
+    def partners(self, of: Engine | None) -> FleetView:
+        """The same for a handoff: without the engines that are known not to hand over with `of`, or with
+        anyone when it is None."""
+        if self.pairs.all_hand_over:
+            return self.view()
+        hands_over = self.pairs.hands_over
+        if of is None:
+            prefill = [p for p in self.prefill if self._has_partner(p)]
+            decode = [d for d in self.decode if any(hands_over(p, d) for p in prefill)]
+        else:
+            prefill = [p for p in self.prefill if hands_over(p, of)]
+            decode = [d for d in self.decode if hands_over(of, d)]
+        return FleetView([p.view() for p in prefill], [d.view() for d in decode], self._tokens_per_byte.value)
+
+    def _has_partner(self, p: Engine) -> bool:
+        if self.pairs.all_hand_over:
+            return True
+        usable = [d for d in self.decode if d.obstacle is None]
+        return not usable or any(self.pairs.hands_over(p, d) for d in usable)
 
     def resting(self) -> set[str]:
         """URLs of engines whose legs have failed of late: to be avoided."""
@@ -129,18 +209,40 @@ class Fleet:
         """Run it in the background, until it ends or the fleet closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work has failed", exc_info=error)
+
+    async def _obey(self, index: int, answers: AsyncIterator[tuple[Member, ...]]) -> None:
+        """Follow a source of members."""
+        async for members in answers:
+            self._wanted[index] = members
+            self.set_members(merge(self._wanted))
+
+    async def _join(self, engine: Engine) -> None:
+        await engine.poll()
+        await self._follow(engine)
 
     async def _follow(self, engine: Engine) -> None:
         while True:
             await asyncio.sleep(self._interval)
-            await engine.poll()
+            ended = engine.leaving and not engine.reserved
+            await engine.poll()  # a last time, for the accounts of legs that have ended
+            if ended and engine.leaving and not engine.reserved:
+                self.leaving.remove(engine)
+                log.info("%s has left", engine)
+                return
 
     def _vet(self, engine: Engine, state: EngineState) -> str | None:
+        if engine.leaving:
+            return None  # it goes on with what it has
         if self._on_miss == "error" and state.integration == "vllm":
             return _NO_ERRORS
-        for other in self.engines:
+        for other in (*self.prefill, *self.decode):
             if other is not engine and other.identity == engine.identity:
                 return (
                     f"its state report is that of the engine at {other.url}: where several engines of a host "
@@ -156,6 +258,7 @@ class Fleet:
         The newcomer hears from the router in any case, so that its cluster key is checked.
         """
         others = self.prefill if newcomer.role == "decode" else self.decode
+        self.pairs.wake()
         self._connect(newcomer, others)
         if newcomer.healthy:
             for other in others:

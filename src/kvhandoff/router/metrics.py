@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.engine import Role
+from kvhandoff.router.pairs import PairReport
 from kvhandoff.router.records import Draft, RequestRecord
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -107,6 +108,24 @@ class RouterMetrics:
             registry=self._registry,
         )
 
+        self._pairs = Gauge(
+            "kvhandoff_router_pairs",
+            "Pairs of prefill and decode engines, by what the test of their handoff says. Alarm on 'failed'.",
+            ["result"],
+            registry=self._registry,
+        )
+        self._failed_pairs = Gauge(
+            "kvhandoff_router_pair_failed",
+            "1 for each pair that does not hand over.",
+            ["prefill", "decode"],
+            registry=self._registry,
+        )
+        self._draining = Gauge(
+            "kvhandoff_router_engines_draining",
+            "Engines that get no new legs, and end those that they have.",
+            registry=self._registry,
+        )
+
     def count_reason(self, reason: Reason) -> None:
         """One request met this reason."""
         self._reasons.labels(reason.value, reason.kind.value).inc()
@@ -135,8 +154,20 @@ class RouterMetrics:
         self._bytes.labels("late").inc(record.bytes - record.early_bytes)
         self._bytes.labels("return").inc(record.return_bytes)
 
+    def show_fleet(self, pairs: PairReport, draining: int) -> None:
+        """What the next page says of the fleet as a whole."""
+        self._pairs.labels("passed").set(pairs.passed)
+        self._pairs.labels("failed").set(len(pairs.failed))
+        self._pairs.labels("untested").set(pairs.untested)
+        self._failed_pairs.clear()
+        for pair in pairs.failed:
+            self._failed_pairs.labels(pair.prefill, pair.decode).set(1)
+        self._draining.set(draining)
+
     def text(self, engines: Iterable[ShownEngine]) -> bytes:
         """The page, with the engines' present state."""
+        self._healthy.clear()  # engines may have left
+        self._reserved.clear()
         for engine in engines:
             self._healthy.labels(engine.url, engine.role).set(engine.healthy)
             self._reserved.labels(engine.url, engine.role).set(engine.reserved)

@@ -77,7 +77,8 @@ def _target(x: Exchange, present: Engine, fleet: Fleet, policies: Policies, orde
     model = x.summary.model
     if order.decode is None:
         avoid = {present.url} | x.avoid
-        choice = policies.choose_decode(fleet.view(), model, avoid, tokens=x.tokens)
+        source = x.source.engine if x.source is not None else None
+        choice = policies.choose_decode(fleet.partners(source), model, avoid, tokens=x.tokens)
         if isinstance(choice, Reason) or choice.url == present.url:
             raise _refused(f"no other decode engine for {model!r} is healthy", code=Reason.NO_DECODE_ENGINE)
         return fleet.engine(choice)
@@ -87,8 +88,8 @@ def _target(x: Exchange, present: Engine, fleet: Fleet, policies: Policies, orde
         raise invalid("decode", order.decode, ", ".join(sorted(named)), code="engine_not_found")
     if target is present:
         raise _refused(f"it is bound to {order.decode} already")
-    if not target.healthy:
-        raise _refused(f"{target}: {target.problem}", code=Reason.NO_DECODE_ENGINE)
+    if target.obstacle is not None:
+        raise _refused(f"{target}: {target.obstacle}", code=Reason.NO_DECODE_ENGINE)
     if target.view().model != model:
         raise _refused(f"{target} serves {target.view().model!r}, not {model!r}")
     return target

@@ -51,7 +51,7 @@ from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
-from kvhandoff.router.policy import EngineView
+from kvhandoff.router.policy import EngineView, FleetView
 from kvhandoff.router.records import LegRef, Records
 from kvhandoff.router.source import Source
 from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
@@ -147,7 +147,7 @@ class Relay:
 
     async def _begin_prefill(self, x: Exchange, target: Engine) -> Outcome | None:
         """Send the prefill leg, and wait for it if it is pulled from. Its 4xx is the answer to a pull."""
-        choice = self._choose_prefill(x)
+        choice = self._choose_prefill(x, target if x.path == "push" else None)
         if isinstance(choice, Reason):
             reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else choice
             self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
@@ -167,10 +167,13 @@ class Relay:
             tolerate_miss(self._config, "the prefill engine offered nothing", Reason.OFFER_UNKNOWN)
         return refused
 
-    def _choose_prefill(self, x: Exchange) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
-        """One that doesn't rest, unless the client would get an error for want of it."""
+    def _choose_prefill(
+        self, x: Exchange, target: Engine | None
+    ) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
+        """One that hands over to `target` (None: to anyone) and doesn't rest, unless the client would get an
+        error for want of it."""
         choose, model = self._policies.choose_prefill, x.summary.model
-        view, avoid = self._fleet.view(), x.avoid | self._fleet.resting()
+        view, avoid = self._fleet.partners(target), x.avoid | self._fleet.resting()
         choice = choose(view, model, avoid, tokens=x.tokens, cached=x.cached)
         if isinstance(choice, Reason) and self._config.on_miss == "error":
             return choose(view, model, x.avoid, tokens=x.tokens, cached=x.cached)
@@ -199,13 +202,17 @@ class Relay:
 
     async def _bind(self, x: Exchange) -> Engine:
         """The decode engine to use now. Raises RequestError (503) when there is none."""
-        if x.move is not None and x.move.target.healthy:
+        if x.move is not None and x.move.target.obstacle is None:
             return x.move.target
         model, holder = x.summary.model, x.holder.url if x.holder is not None else None
         avoid = x.avoid | self._fleet.resting()
         if x.left is not None:
             avoid.add(x.left.url)
-        target = self._policies.choose_decode(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
+        choose = self._policies.choose_decode
+        target = choose(self._view(x), model, avoid, holder, tokens=x.tokens)
+        if isinstance(target, Reason):
+            # Without one that the KV can be handed to, any can compute the prompt.
+            target = choose(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
@@ -213,10 +220,16 @@ class Relay:
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(
-                f"; {engine}: {engine.problem}" for engine in self._fleet.decode if engine.problem
+                f"; {engine}: {engine.obstacle}" for engine in self._fleet.decode if engine.obstacle
             )
             raise unavailable(f"no decode engine for {model!r} is healthy{problems}", code=target)
         return self._fleet.engine(target)
+
+    def _view(self, x: Exchange) -> FleetView:
+        """The engines to choose a decode engine from."""
+        if x.path == "local":
+            return self._fleet.view()
+        return self._fleet.partners(x.source.engine if x.source is not None else None)
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
         """Undo what failed and set up the next attempt. Raises RequestError when there is to be none."""

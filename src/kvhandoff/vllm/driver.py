@@ -25,6 +25,7 @@ from kvhandoff.engine.internal import Internal
 from kvhandoff.engine.leg_host import LegHost
 from kvhandoff.engine.loops import hand_over
 from kvhandoff.engine.names import await_further_ranks, hold_name
+from kvhandoff.engine.register import Registrar
 from kvhandoff.handoff.tickets import Ticket
 from kvhandoff.transport.mover import BlockMover
 from kvhandoff.vllm.leg import VllmLeg
@@ -150,6 +151,18 @@ class Driver:
                 server.port,
                 self._agent.control_address,
             )
+            if extra.register:
+                assert extra.role != "both", "checked"
+                assert extra.register_url is not None, "checked"
+                registrar = Registrar(
+                    extra.register,
+                    key,
+                    self._agent.me,
+                    extra.role,
+                    extra.register_url,
+                    internal=f"http://{_bracketed(extra.host)}:{server.port}",
+                )
+                await stack.enter_async_context(registrar)
             self._started.set_result(None)
             await self._stop.wait()
 

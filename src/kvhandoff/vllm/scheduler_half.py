@@ -255,6 +255,7 @@ class SchedulerHalf:
             "blocks_total": self._pool.num_gpu_blocks - 1,  # without the null block
             "blocks_free": self._pool.get_num_free_blocks() + coming,
             "blocks_cached": 0,
+            "steps": self._progress.step,
         }
 
     # ------------------------------------------------------------------------------------------- the rest

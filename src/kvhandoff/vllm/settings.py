@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.engine.register import check_registration
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.transport.nixl_agent import Backend
 from kvhandoff.transport.planes import NIXL_LANES, PlaneOptions
@@ -74,6 +75,10 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     progress_s: float = _USUAL.progress_s
     min_return_tokens: int = MIN_RETURN_TOKENS
     """With fewer to gain, a history is computed, not read."""
+    register: tuple[str, ...] = ()
+    """Routers' URLs that this engine registers with, as what `role` says."""
+    register_url: str | None = None
+    """Where those routers reach vLLM's own server, which the connector does not know."""
 
     @property
     def handoff(self) -> HandoffSettings:
@@ -156,6 +161,9 @@ def _extra(given: dict[str, Any]) -> ExtraConfig:
             raise _refused(name, getattr(extra, name), f"{shortest:g} to {longest:.0f} seconds")
     if extra.min_return_tokens < 1:
         raise _refused("min_return_tokens", extra.min_return_tokens, "1 or more")
+    check_registration(extra.register, extra.role, extra.register_url)
+    if extra.register and extra.register_url is None:
+        raise _refused("register_url", None, "with register, the URL of vLLM's own server")
     if not 0 <= extra.control_port < 2**16:
         raise _refused("control_port", extra.control_port, "0 to 65535")
     return extra

@@ -1,0 +1,20 @@
+"""URLs that a person has written."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from kvhandoff.core.errors import ConfigError
+
+_WANTED = "http://HOST:PORT or https://HOST:PORT"
+
+
+def check_url(name: str, url: str) -> None:
+    """Raises ConfigError unless it is the root of a server."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # a port that is no number, a broken IPv6 address
+        raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {_WANTED}") from error
+    if not usable or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"{name}: got {url!r}, allowed is {_WANTED}")

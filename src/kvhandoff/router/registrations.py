@@ -1,0 +1,127 @@
+"""Members that register themselves: engines post a signed registration now and then, and stay as long as
+they do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import ConfigError, RequestError, invalid
+from kvhandoff.core.ids import Identity
+from kvhandoff.core.urls import check_url
+from kvhandoff.handoff.registration import MAX_LEASE_S, BadRegistration, RegistrationKey
+from kvhandoff.router.address import EngineAddress
+from kvhandoff.router.members import Member
+from kvhandoff.web import json_response, read_body
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between two looks for leases that have run out."""
+_MAX_BYTES = 4096
+_READ_S = 10.0
+_MAX_LIVES = 10_000
+"""Lives of engines whose last number is remembered; the oldest go first."""
+
+
+class SignedRegistration(msgspec.Struct, frozen=True):
+    """The body of `POST /internal/engines`."""
+
+    registration: str
+
+
+_body = msgspec.json.Decoder(SignedRegistration)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    member: Member
+    until: float
+
+
+class Registrations:
+    """The engines that are registered now."""
+
+    name = "registrations"
+    problem = None
+
+    def __init__(self, cluster_key: bytes, clock: Clock, *, look_s: float = LOOK_S) -> None:
+        self._key = RegistrationKey(cluster_key)
+        self._clock = clock
+        self._look_s = look_s
+        self._entries: dict[str, _Entry] = {}
+        """By URL."""
+        self._numbers: OrderedDict[Identity, int] = OrderedDict()
+        self._news = asyncio.Event()
+
+    async def post(self, request: web.Request) -> web.Response:
+        """`POST /internal/engines`. Answers `{}`; errors: 403 `bad_registration`, 400 for bad fields."""
+        raw = await read_body(request, _MAX_BYTES, _READ_S)
+        try:
+            body = _body.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            why = f'body: allowed is {{"registration": "SIGNED"}} ({error})'
+            raise RequestError(why, param="body") from error
+        self.register(body.registration)
+        return json_response({})
+
+    def register(self, signed: object) -> None:
+        """Take an engine in, keep it for another lease, or let it go. Raises BadRegistration, and
+        RequestError (400) for fields that can't be used."""
+        said = self._key.open(signed)
+        if not 0 <= said.lease_s <= MAX_LEASE_S:
+            raise invalid("lease_s", said.lease_s, f"0 to {MAX_LEASE_S:g}")
+        try:
+            check_url("url", said.url)
+            if said.internal is not None:
+                check_url("internal", said.internal)
+        except ConfigError as error:
+            raise RequestError(str(error), param=str(error).partition(":")[0]) from error
+        last = self._numbers.get(said.engine)
+        if last is not None and said.number <= last:
+            raise BadRegistration(f"its number is {said.number}, but {last} of {said.engine} was here before")
+        self._numbers[said.engine] = said.number
+        self._numbers.move_to_end(said.engine)
+        if len(self._numbers) > _MAX_LIVES:
+            self._numbers.popitem(last=False)
+
+        url = said.url.rstrip("/")
+        if said.lease_s == 0:
+            if self._entries.pop(url, None) is not None:
+                log.info("%s at %s leaves", said.engine, url)
+        else:
+            address = EngineAddress(url, said.internal and said.internal.rstrip("/"))
+            if url not in self._entries:
+                log.info("%s registers as a %s engine at %s", said.engine, said.role, url)
+            self._entries[url] = _Entry(Member(said.role, address), self._clock() + said.lease_s)
+        self._news.set()
+
+    async def members(self) -> AsyncIterator[tuple[Member, ...]]:
+        """See `MemberSource`; one whose lease has run out is no member any more."""
+        last: tuple[Member, ...] | None = None
+        while True:
+            self._news.clear()
+            self._expire()
+            now = tuple(entry.member for entry in self._entries.values())
+            if now != last:
+                last = now
+                yield now
+            try:
+                async with asyncio.timeout(self._look_s):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for url, entry in list(self._entries.items()):
+            if now >= entry.until:
+                log.warning("%s has not registered again: it is drained", url)
+                del self._entries[url]
