@@ -226,7 +226,8 @@ async def _deployment(setup: Setup, runner: asyncio.Runner) -> AsyncIterator[Dep
         try:
             urls = [facts["url"] for facts in await asyncio.gather(*(child.start() for child in engines))]
             named = [part for role, url in zip(roles, urls, strict=True) for part in (f"--{role}", url)]
-            router = Child("router", ["router", "--log-level", "warning", *named], environment)
+            quiet = ("--log-level", "warning", "--pair-tests", "off")
+            router = Child("router", ["router", *quiet, *named], environment)
             children.append(router)
             yield Deployment(setup, runner, session, urls, (await router.start())["url"])
         finally:
