@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 class LegHost(Protocol):
     """Used on the asyncio thread, unless a method says otherwise."""
 
-    core: EngineControl
     clock: Clock
     me: Identity
     control_address: str
     min_return_tokens: int
     """With less to gain than this many tokens, no history is read."""
+
+    @property
+    def core(self) -> EngineControl: ...
 
     def feed(self, event: Event) -> None:
         """Give the protocol an event."""

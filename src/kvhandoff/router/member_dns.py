@@ -63,12 +63,15 @@ class NamedMembers:
             async with asyncio.timeout(ANSWER_S):
                 hosts = await self._resolve(self._name.host, self._name.port)
         except TimeoutError:
-            return self._failed(f"no answer in {ANSWER_S:g} s")
+            self._failed(f"no answer in {ANSWER_S:g} s")
+            return None
         except OSError as error:
-            return self._failed(describe(error))
+            self._failed(describe(error))
+            return None
         urls = sorted(self._name.url(host) for host in hosts)
         if not urls:
-            return self._failed("it resolves to no address")
+            self._failed("it resolves to no address")
+            return None
         if self.problem is not None:
             log.info("%s: resolves again", self.name)
         self.problem = None

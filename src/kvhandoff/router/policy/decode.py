@@ -57,7 +57,9 @@ def round_robin(
 ) -> EngineView | Literal[Reason.NO_DECODE_ENGINE]:
     """The one that was given the fewest requests, whatever they were and whoever has the history."""
     engines = _candidates(fleet, model, avoid)
-    return min(engines, key=lambda engine: engine.chosen) if engines else Reason.NO_DECODE_ENGINE
+    if not engines:
+        return Reason.NO_DECODE_ENGINE
+    return min(engines, key=lambda engine: engine.chosen)
 
 
 def _candidates(fleet: FleetView, model: str, avoid: Collection[str]) -> list[EngineView]:

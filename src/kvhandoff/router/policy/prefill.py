@@ -59,4 +59,6 @@ def round_robin(
 ) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
     """The one that was given the fewest requests, whatever they were."""
     engines = [engine for engine in usable(fleet.prefill, model) if engine.url not in avoid]
-    return min(engines, key=lambda engine: engine.chosen) if engines else Reason.NO_PREFILL_ENGINE
+    if not engines:
+        return Reason.NO_PREFILL_ENGINE
+    return min(engines, key=lambda engine: engine.chosen)
