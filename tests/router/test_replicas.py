@@ -49,7 +49,9 @@ async def started(c: Cluster, index: str, timeouts: Timeouts = PATIENT) -> Repli
         decode=tuple(engine.address for engine in c.decode),
         cluster_key=CLUSTER_KEY,
         port=0,
+        path="pull",  # so that every turn's history is fetched, and none is left to its holder
         poll_interval_s=60.0,
+        pair_tests="off",
         timeouts=timeouts,
         index=index,
     )

@@ -86,7 +86,8 @@ async def loaded(engine: MockEngine, load: int) -> None:
 
 
 async def completion(c: Any, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> Turn:
-    status, answer = await c.post(c.body(prompt=prompt, **fields), headers=headers)
+    given = {"x-kvhandoff-path": "pull", **(headers or {})}
+    status, answer = await c.post(c.body(prompt=prompt, **fields), headers=given)
     assert status == 200
     return Turn(c, answer["id"])
 
