@@ -12,7 +12,7 @@ from tests.e2e.stage import greedy, prompt
 ON = {"pair_tests": "on"}
 
 
-async def tested(c: Cluster) -> dict[str, Any]:
+async def pairs_of(c: Cluster) -> dict[str, Any]:
     """What /ready says of the pairs, when all have been tested."""
     async with asyncio.timeout(60.0):
         while True:
@@ -26,14 +26,14 @@ async def tested(c: Cluster) -> dict[str, Any]:
 async def test_pairs_that_hand_over(tiny: Path) -> None:
     """Nothing is left of the tests."""
     async with cluster(tiny, prefill=2, decode=2, router_options=ON) as c:
-        assert await tested(c) == {"passed": 4, "untested": 0, "failed": []}
+        assert await pairs_of(c) == {"passed": 4, "untested": 0, "failed": []}
         await c.settled()
 
 
 async def test_a_pair_that_does_not(tiny: Path) -> None:
     """Another block size: every handshake is refused, and prompts would be computed twice."""
     async with cluster(tiny, router_options=ON, decode_options={"block_size": 32}) as c:
-        pairs = await tested(c)
+        pairs = await pairs_of(c)
         assert (pairs["passed"], len(pairs["failed"])) == (0, 1)
         assert "computed the prompt itself (handshake_refused)" in pairs["failed"][0]["problem"]
         await c.settled()
