@@ -11,7 +11,7 @@ import pytest
 from kvhandoff.core.chain import TokenChain, chain_root
 from kvhandoff.core.layout import KVLayout
 from kvhandoff.core.reasons import Reason
-from kvhandoff.vllm import scheduler_half as module
+from kvhandoff.vllm import idle
 from kvhandoff.vllm.scheduler_half import SchedulerHalf
 from tests.vllm_plugin.fake_handoff import (
     FakeHandoff,
@@ -715,7 +715,7 @@ def test_a_reset_gives_up_what_is_kept(e: Engine) -> None:
 
 def test_a_step_without_work_waits_for_news(e: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not spin while a load is under way, and goes on at once when that ends."""
-    monkeypatch.setattr(module, "IDLE_WAIT_S", 60.0)
+    monkeypatch.setattr(idle, "FIRST_WAIT_S", 60.0)
     request = e.add(PROMPT, signed("decode", offer=descriptor(10)))
     e.handoff.run()
     allocated = threading.Event()

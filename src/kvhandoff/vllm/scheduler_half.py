@@ -23,6 +23,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import BadTicket
 from kvhandoff.vllm import outgoing, progress
 from kvhandoff.vllm.identity import chain_salt, has_token_ids
+from kvhandoff.vllm.idle import IdleWait
 from kvhandoff.vllm.leg import VllmKVRequest, VllmLeg
 from kvhandoff.vllm.memory import MemoryWatch
 from kvhandoff.vllm.references import BlockReferences
@@ -31,9 +32,6 @@ from kvhandoff.vllm.shapes import BlockPool, Request, SchedulerOutput
 from kvhandoff.vllm.side import Side
 
 _log = logging.getLogger(__name__)
-
-IDLE_WAIT_S = 0.002
-"""With nothing to compute and a load under way vLLM's loop spins; such a step waits this long for news."""
 
 _FINISH_REASONS = {
     "FINISHED_STOPPED": "stop",
@@ -76,7 +74,7 @@ class SchedulerHalf:
         """Requests with a leg."""
         self._leaders: dict[str, Tracked] = {}
         """Requests with a leg, by ticket."""
-        self._news = threading.Event()
+        self._idle = IdleWait()
         self._lock = threading.Lock()
         """Guards the loads' states, and these three."""
         self._requests: dict[str, Tracked] = {}
@@ -93,6 +91,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
         self._drain()
+        self._idle.busy()
         tracked = Tracked(request)
         params = request.kv_transfer_params
         signed = params.get("ticket") if isinstance(params, dict) else None
@@ -147,9 +146,10 @@ class SchedulerHalf:
         step = self._progress.planned(output, self._legs)
         loads = [tracked for tracked in self._legs.values() if tracked.holds_load]
         self._memory.planned(len(output.num_scheduled_tokens), loads, self._side.hooks)
-        if not step and any(tracked.lends for tracked in loads):
-            self._news.wait(IDLE_WAIT_S)
-            self._news.clear()
+        if step:
+            self._idle.busy()
+        elif any(tracked.lends for tracked in loads):
+            self._idle.wait()
         return step
 
     def done(self, step: int) -> None:
@@ -210,7 +210,7 @@ class SchedulerHalf:
                 tracked.loaded_tokens = kept * self.layout.block_size
                 bad = tracked.blocks[kept:]
         self._side.report(request_id, failed=False, bad_blocks=bad)
-        self._news.set()
+        self._idle.news()
 
     def load_failed(self, request_id: str, reason: Reason) -> None:
         """See `EngineControl`. Also for a request that has no blocks yet, and repeatedly."""
@@ -240,7 +240,7 @@ class SchedulerHalf:
                     fenced.append(tracked)
         for tracked in fenced:
             self._report_failed(tracked)
-        self._news.set()
+        self._idle.news()
 
     def load(self) -> dict[str, Any]:
         """See `EngineControl`. Idle content counts as free: vLLM tells the two apart only block by block."""
@@ -323,7 +323,7 @@ class SchedulerHalf:
     def _report_failed(self, tracked: Tracked) -> None:
         bad = () if self._reports_failures else tracked.targets
         self._side.report(tracked.request.request_id, failed=self._reports_failures, bad_blocks=bad)
-        self._news.set()
+        self._idle.news()
 
     def _notice_preemption(self, tracked: Tracked) -> None:
         """A request that was preempted has lost its blocks."""
