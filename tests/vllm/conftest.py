@@ -27,8 +27,7 @@ LEASES = {"offer_lease_s": 8.0, "claim_lease_s": 6.0, "retain_lease_s": 60.0}
 """Long enough for two legs on a busy machine, short enough to wait for their end."""
 
 PATIENCE = {"handshake_s": 12.0, "claim_s": 12.0, "rendezvous_s": 12.0, "progress_s": 12.0}
-"""vLLM's processes spin on `sched_yield` for a second after each message. On two cores some kernels then
-leave other threads waiting for seconds (seen: 5), which is no fault of the handoff."""
+"""For a machine that stands still for a moment, which is no fault of the handoff."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,6 +48,7 @@ _CPU_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "PYTHONPATH": str(Path(__file__).with_name("site")),  # where processes wait, they sleep
 }
 _KEPT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "UCX_TLS", "LANG")
 

@@ -42,7 +42,8 @@ async def test_forward(pair: Pair, way: str, tokens: int) -> None:
 @gqa
 async def test_push_moves_all_full_blocks_before_the_leg_ends(pair: Pair) -> None:
     """Field case 52: bytes don't wait for the offer to be complete. The leg goes on for a second after its
-    prompt, so that the engines' speed decides nothing."""
+    prompt, and the engines know each other, so that their speed decides nothing."""
+    assert (await pair.push((await pair.question(40)).prompt)).status == 200
     question, key = await pair.question(1000), new_key()
     prefilled, answer = await asyncio.gather(
         pair.prefill(question.prompt, key=key, push=True, max_tokens=600, ignore_eos=True),
