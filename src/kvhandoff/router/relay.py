@@ -216,7 +216,7 @@ class Relay:
         if isinstance(target, Reason):
             # One that has just been started again may be up before its next report is due.
             await self._fleet.poll(self._fleet.decode)
-            target = self._policies.choose_decode(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
+            target = choose(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             x.draft.because(target)
             problems = "".join(

@@ -39,7 +39,7 @@ def least_work(
 
     So a cached prefix draws a request as far as it saves work there, and no further (field case 42).
     """
-    engines = [engine for engine in usable(fleet.prefill, model) if engine.url not in avoid]
+    engines = _candidates(fleet, model, avoid)
     if not engines:
         return Reason.NO_PREFILL_ENGINE
 
@@ -58,7 +58,11 @@ def round_robin(
     cached: Mapping[str, int] = NOTHING_CACHED,
 ) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
     """The one that was given the fewest requests, whatever they were."""
-    engines = [engine for engine in usable(fleet.prefill, model) if engine.url not in avoid]
+    engines = _candidates(fleet, model, avoid)
     if not engines:
         return Reason.NO_PREFILL_ENGINE
     return min(engines, key=lambda engine: engine.chosen)
+
+
+def _candidates(fleet: FleetView, model: str, avoid: Collection[str]) -> list[EngineView]:
+    return [engine for engine in usable(fleet.prefill, model) if engine.url not in avoid]

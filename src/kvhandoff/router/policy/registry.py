@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from kvhandoff.core.errors import ConfigError
-from kvhandoff.core.reasons import Reason
 from kvhandoff.router.policy import decode, path, prefill, rebinding
 from kvhandoff.router.policy.decode import DecodePolicy
 from kvhandoff.router.policy.path import PathDecision
 from kvhandoff.router.policy.prefill import NOTHING_CACHED, PrefillPolicy
 from kvhandoff.router.policy.requested import BINDING_CHOICES, BindingChoice, PathChoice
-from kvhandoff.router.policy.views import TYPICAL_TOKENS, EngineView, FleetView, History, RequestSummary
+from kvhandoff.router.policy.views import EngineView, FleetView, History, RequestSummary
 
 PREFILL_POLICIES: Final[Mapping[str, PrefillPolicy]] = {
     "least_work": prefill.least_work,
@@ -54,33 +53,19 @@ class Policies:
             history,
             binding=self.binding,
             cached=cached,
-            choose_prefill=PREFILL_POLICIES[self.prefill],
-            choose_decode=DECODE_POLICIES[self.decode],
+            choose_prefill=self.choose_prefill,
+            choose_decode=self.choose_decode,
         )
 
-    def choose_prefill(
-        self,
-        fleet: FleetView,
-        model: str,
-        avoid: Collection[str] = (),
-        *,
-        tokens: int = TYPICAL_TOKENS,
-        cached: Mapping[str, int] = NOTHING_CACHED,
-    ) -> EngineView | Literal[Reason.NO_PREFILL_ENGINE]:
+    @property
+    def choose_prefill(self) -> PrefillPolicy:
         """See `prefill.py`."""
-        return PREFILL_POLICIES[self.prefill](fleet, model, avoid, tokens=tokens, cached=cached)
+        return PREFILL_POLICIES[self.prefill]
 
-    def choose_decode(
-        self,
-        fleet: FleetView,
-        model: str,
-        avoid: Collection[str] = (),
-        holder: str | None = None,
-        *,
-        tokens: int = TYPICAL_TOKENS,
-    ) -> EngineView | Literal[Reason.NO_DECODE_ENGINE]:
+    @property
+    def choose_decode(self) -> DecodePolicy:
         """See `decode.py`."""
-        return DECODE_POLICIES[self.decode](fleet, model, avoid, holder, tokens=tokens)
+        return DECODE_POLICIES[self.decode]
 
     def choose_rebind(
         self, fleet: FleetView, model: str, present: str, tokens: int, avoid: Collection[str] = ()
