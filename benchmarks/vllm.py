@@ -32,6 +32,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.light_model import LIGHT_MODEL, light_model
 from benchmarks.path_runs import Prompts
 from benchmarks.report import Report, in_turn, progress_bar
 from benchmarks.vllm_cases import (
@@ -135,12 +136,13 @@ def main() -> None:
     options = _options()
     settings = VllmSettings(
         python=options.vllm_python,
-        model_dir=resolve_model(options.model),
+        model_dir=light_model() if options.model == LIGHT_MODEL else resolve_model(options.model),
         dtype=options.dtype,
         max_model_len=options.tokens + ANSWER_TOKENS + NEW_TOKENS + MAX_TOKENS + 2 * CHUNK,
         chunk=CHUNK,
         threads=options.threads,
         kv_gib=options.kv_memory,
+        calm=options.calm,
     )
     report = Report(
         name="vllm",
@@ -171,7 +173,10 @@ def _conditions(settings: VllmSettings, options: argparse.Namespace) -> dict[str
 
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"{LIGHT_MODEL}: the default's KV, little to compute"
+    )
+    parser.add_argument("--calm", action="store_true", help="all engines' processes sleep where they spin")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tokens", type=int, default=4000, help="of a prompt")
     parser.add_argument("--requests", type=int, default=20, help="of each case")

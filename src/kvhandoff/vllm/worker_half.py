@@ -17,12 +17,13 @@ from functools import partial
 import msgspec
 
 from kvhandoff.engine.names import hold_name, rank_name
-from kvhandoff.transport.api import DataPlane
+from kvhandoff.transport.api import DataPlane, MemoryKind
 from kvhandoff.transport.liveness import this_process
 from kvhandoff.transport.mover import Mover
 from kvhandoff.transport.planes import PlaneOptions, nixl_plane
 from kvhandoff.transport.ranks import RankedPlane
 from kvhandoff.vllm.cache_layout import CacheFacts, CacheTensor, describe_cache
+from kvhandoff.vllm.host_memory import make_ready
 from kvhandoff.vllm.rank_channel import RankChannel, RankHello, Report
 
 _kept: list[object] = []
@@ -81,6 +82,8 @@ class WorkerHalf:
         layout, region = describe_cache(caches, self._facts, self._rank, self._ranks)
         # Peers take another life of this engine as proof that no process of the former moves anything.
         self._name = hold_name(rank_name(self._engine_id, self._rank), self._cluster_key)
+        if region.memory is MemoryKind.DRAM:
+            make_ready(region.ranges)
         mover = Mover(self._make_plane, region)
         metadata = mover.start()
         self._caches = caches
