@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import aiohttp
 import msgspec
-
 from benchmarks.vllm_engines import CALM
+
 from kvhandoff.core.ids import EngineId, Epoch, Identity
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from kvhandoff.web import free_port
