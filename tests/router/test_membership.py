@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvhandoff.handoff.registration import Registration, RegistrationKey
-from kvhandoff.router import member_file
+from kvhandoff.router import watched
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.members import Member
 from tests.router.conftest import Cluster
@@ -129,7 +129,7 @@ async def shown(c: Cluster, wanted: dict[MockEngine, str]) -> None:
 async def test_membership_changes_under_load_lose_no_request(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_file, "LOOK_S", 0.01)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.01)
     file = tmp_path / "fleet.yaml"
     more = [MockEngine("prefill", "p9"), MockEngine("decode", "d9"), MockEngine("decode", "d8")]
     for engine in more:
@@ -173,7 +173,7 @@ async def test_membership_changes_under_load_lose_no_request(
 async def test_a_bad_file_leaves_the_fleet_as_it_is_and_is_shown(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_file, "LOOK_S", 0.01)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.01)
     file, d9 = tmp_path / "fleet.yaml", MockEngine("decode", "d9")
     await d9.start()
     write(file, d9)
@@ -186,7 +186,7 @@ async def test_a_bad_file_leaves_the_fleet_as_it_is_and_is_shown(
     async with cluster(poll_interval_s=0.01, fleet_file=file) as c:
         await shown(c, {c.p: "up", c.d: "up", d9: "up"})
         file.write_text("decode: [{url: 7}]")
-        await source("decode[0].url: expected `str`, got `int`")
+        await source(f"fleet: {file}: decode[0].url: expected `str`, got `int`")
         await shown(c, {c.p: "up", c.d: "up", d9: "up"})
         write(file, d9, drain=(d9,))
         await shown(c, {c.p: "up", c.d: "up", d9: "draining"})

@@ -109,7 +109,9 @@ class Access:
         self._anybody = Caller(None, Meter("", Limits(), clock))
         path = security.tenants
         self.file = (
-            None if path is None else Watched("tenants", [path], lambda: self._know(read_tenants(path)))
+            None
+            if path is None
+            else Watched("tenants", [path], lambda contents: self._know(read_tenants(path, *contents)))
         )
 
     @property
