@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
+from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.dispatch import EVENT_STREAM
 from kvhandoff.router.engine import describe, refuses_connection
@@ -104,14 +107,14 @@ class UpstreamLegs:
         """A prefill leg's answer. Raises UpstreamFailed, and Refused for a 4xx."""
         job.draft.prefill = job.leg_at(source)
         body = prefill_body(job.fields, params)
-        try:
-            with source.reserve():
+        with source.reserve(), _outcome(source):
+            try:
                 async with asyncio.timeout(self._timeouts.prefill_s) as wait:
                     with source.silence.ends(wait):
                         async with self._post(job, source, body) as answer:
                             return _accepted(source, await whole(answer))
-        except (aiohttp.ClientError, OSError) as error:
-            raise _failure(source, error) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise _failure(source, error) from error
 
     async def decode(
         self,
@@ -131,8 +134,8 @@ class UpstreamLegs:
         body = decode_body(job.fields, params)
         asked = self._clock()
         limit = self._timeouts.first_byte_s if job.summary.stream else self._timeouts.answer_s
-        try:
-            with target.reserve():
+        with target.reserve(), _outcome(target) as leg:
+            try:
                 async with asyncio.timeout(limit) as deadline:
                     watch = _Watch(beside, deadline)
                     async with self._post(job, target, body) as answer:
@@ -144,14 +147,15 @@ class UpstreamLegs:
                         first = await answer.content.readany()
                         if not first:
                             raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                        leg.succeeded()
                         watch.stop()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(job, target, answer, self._clock)
                         await passage.carry(first, answer.content, self._timeouts.idle_s)
-        except (aiohttp.ClientError, OSError) as error:
-            if beside is not None and (other := _error_of(beside)) is not None:
-                raise other from error
-            raise _failure(target, error) from error
+            except (aiohttp.ClientError, OSError) as error:
+                if beside is not None and (other := _error_of(beside)) is not None:
+                    raise other from error
+                raise _failure(target, error) from error
         return await self._end(job, target, passage)
 
     async def _answer(
@@ -187,6 +191,23 @@ class UpstreamLegs:
         headers = leg_headers(job.request.headers, job.request_id)
         url = engine.url + job.request.path
         return self._session.post(url, data=body, headers=headers, allow_redirects=False)
+
+
+@contextmanager
+def _outcome(engine: UpstreamEngine) -> Iterator[LegOutcome]:
+    """Have the engine's circuit breaker learn what becomes of a leg. One that is late says nothing: it may
+    have waited for the other leg, and an engine that hangs answers no question for its health either."""
+    leg = engine.circuit.begin()
+    try:
+        yield leg
+    except UpstreamFailed as failure:
+        if failure.engine is engine and not failure.late:
+            leg.failed()
+        raise
+    except Refused:
+        leg.succeeded()  # it has worked
+        raise
+    leg.succeeded()
 
 
 class _Watch:
