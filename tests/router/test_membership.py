@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from kvhandoff.handoff.registration import Registration, RegistrationKey
 from kvhandoff.router import watched
@@ -61,6 +62,37 @@ async def test_an_engine_that_leaves_ends_its_legs_first(f: Fixture) -> None:
     seen = len(e.cursors)
     await until(lambda: len(e.cursors) > seen + 3)
     assert len(d.cursors) == asked, "it is forgotten"
+
+
+class Slow(MockEngine):
+    """Its reports are on their way for as long as a test wants."""
+
+    on_the_way = asyncio.Event()
+    arrives = asyncio.Event()
+
+    async def _state(self, request: web.Request) -> web.Response:
+        report = await super()._state(request)
+        self.on_the_way.set()
+        await self.arrives.wait()
+        return report
+
+
+async def test_the_last_account_of_an_engine_that_leaves(f: Fixture) -> None:
+    """A leg ends while a report that does not know of it is on its way: it is asked for once more."""
+    Slow.on_the_way, Slow.arrives = asyncio.Event(), asyncio.Event()
+    d, e = await f.engine("decode", "d", Slow), await f.engine("decode", "e")
+    Slow.arrives.set()
+    fleet = await f.fleet([], [d, e], poll_interval_s=0.01)
+    leaving = fleet.decode[0]
+    with leaving.reserve():
+        fleet.set_members(wanted(e))
+        Slow.arrives.clear()
+        Slow.on_the_way.clear()
+        await soon(Slow.on_the_way.wait())
+        d.records.append(record("last", d))
+    Slow.arrives.set()
+    await until(lambda: not fleet.leaving)
+    assert [leg.handoff_id for leg in f.legs] == ["last"]
 
 
 async def test_an_engine_that_comes_back_while_it_leaves_is_the_same(f: Fixture) -> None:
