@@ -54,9 +54,9 @@ for i = 1, #counts, 2 do
   end
 end
 if limit >= 0 and all > limit then return {0, all} end
-redis.call('ZADD', routers, string.format('%.17g', now + lease), me)
-redis.call('PEXPIRE', routers, math.ceil(lease * 1000))
 if mine > 0 then
+  redis.call('ZADD', routers, string.format('%.17g', now + lease), me)
+  redis.call('PEXPIRE', routers, math.ceil(lease * 1000))
   redis.call('HSET', running, me, mine)
   redis.call('PEXPIRE', running, math.ceil(lease * 1000))
 else
