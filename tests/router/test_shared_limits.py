@@ -218,7 +218,7 @@ async def test_a_lost_server_leaves_each_router_its_own_limits(
     server: ValkeyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with opened(server) as a:
+    async with opened(server, lease_s=1000.0) as a:  # it does not wait for a part of its lease to state them
         await server.kill()
         async with asyncio.timeout(WAIT_S):
             while await a.begin("nobody", 0, 1) is not LOST:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvhandoff.router import breaker
 from tests.router.upstream_engines import (
+    MODEL,
+    WAIT_S,
     UpstreamCluster,
     UpstreamMock,
     decode,
@@ -106,10 +110,22 @@ async def test_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_stream_that_has_begun_ends_the_row() -> None:
+    """However long it goes on."""
+
+    async def endless(engine: UpstreamMock, leg: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(leg.request)
+        await response.write(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n')
+        await engine.gate.wait()
+        return response
+
     async with upstream_cluster("nixl") as c:
         c.d.script = failing
         await requests(c, 3, status=502, **LOCAL)
-        c.d.script = decode
-        _, read = await c.stream()
-        assert read.endswith(b"data: [DONE]\n\n")
-        assert await rests(c) == [False, False]
+        assert await rests(c) == [False, True]
+        c.d.script = endless
+        body = {"model": MODEL, "prompt": "a prompt", "stream": True}
+        async with c.session.post(f"{c.url}/v1/completions", json=body, headers=LOCAL) as answer:
+            assert await asyncio.wait_for(answer.content.readany(), WAIT_S)
+            assert await rests(c) == [False, False]
+            c.d.gate.set()
