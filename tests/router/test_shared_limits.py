@@ -193,6 +193,10 @@ async def test_time_fills_the_bucket(server: ValkeyServer) -> None:
         await server.client.hincrbyfloat(key, "at", -30.0)
         assert await b.reserve("acme", 30, 60) is None
         assert isinstance(await a.reserve("acme", 31, 60), Excess)
+        await server.client.hincrbyfloat(key, "at", -600.0)
+        a.settle("acme", -30, 60)  # of what time has made up for already
+        await known(a)
+        assert float(await server.client.hget(key, "spent")) == 0
 
 
 # ---- without the server ----

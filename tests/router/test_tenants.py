@@ -145,9 +145,17 @@ async def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "'king'" in caplog.text
     assert "what was read before stays in force" in caplog.text
+    written(tmp_path, entry())
+    assert await watched.look()
+    assert watched.problem is None
+    first = watched.value
     file.unlink()
-    await watched.look()
+    assert not await watched.look()
     assert watched.value is first
+    assert watched.problem is not None
+    written(tmp_path, entry())  # the same as before
+    assert await watched.look()
+    assert watched.problem is None
     written(tmp_path, entry(key=OTHER))
     await watched.look()
     assert watched.value.of(KEY) is None
