@@ -267,6 +267,19 @@ async def test_what_others_wrote_there_is_no_room(server: ValkeyServer) -> None:
         assert set(reasons) == {LOST}
 
 
+async def test_a_limit_that_is_taken_away_leaves_no_count(server: ValkeyServer) -> None:
+    """It would be stated for ever."""
+    async with opened(server) as a:
+        own = meter(a, max_concurrency=9)
+        first, second = [await own.open(lambda _: None) for _ in range(2)]
+        own.limits = Limits()
+        (await own.open(lambda _: None)).close()
+        first.close()
+        second.close()
+        await known(a)
+        assert await server.client.keys("kvhandoff:running:*") == []
+
+
 async def test_who_leaves_while_the_server_is_asked_costs_nothing(server: ValkeyServer) -> None:
     async with opened(server) as a:
         server.freeze()

@@ -167,36 +167,40 @@ class Meter:
             undo.pop_all()
         return Charge(self, on_reason)
 
-    async def reserve(self, charge: Charge, bound: int, on_reason: Callable[[Reason], None]) -> None:
-        """Set aside what a request may use. Raises RequestError (429)."""
-        room = self.limits.tokens_per_minute
+    def reserve(self, bound: int) -> int:
+        """How many tokens are set aside here. Raises RequestError (429)."""
         reserved = reserve(self.limits, self.usage, bound, self._clock())
         if isinstance(reserved, Excess):
             raise self._too_much(reserved, bound)
         self.usage = reserved.usage
-        charge.reserved = Reservation(own=reserved.tokens)
+        return reserved.tokens
+
+    async def reserve_everywhere(self, tokens: int, bound: int, on_reason: Callable[[Reason], None]) -> int:
+        """How many of these are set aside of all routers' too. Raises RequestError (429)."""
+        room = self.limits.tokens_per_minute
         if self._shared is None or room is None:
-            return
-        verdict = await self._shared.reserve(self.name, reserved.tokens, room)
+            return 0
+        verdict = await self._shared.reserve(self.name, tokens, room)
         if isinstance(verdict, Excess):
             raise self._too_much(verdict, bound)
-        if verdict is None:
-            charge.reserved = Reservation(own=reserved.tokens, shared=reserved.tokens)
-        else:
+        if verdict is not None:
             on_reason(verdict)
+            return 0
+        return tokens
 
     def close(self) -> None:
         """One request less."""
         self.usage = end(self.usage)
-        if self._shared is not None and self.limits.max_concurrency is not None:
-            self._shared.state(self.name, self.usage.running)
+        if self._shared is not None:
+            limited = self.limits.max_concurrency is not None  # it may have been when requests began
+            self._shared.state(self.name, self.usage.running if limited else 0)
 
-    def settle(self, reserved: Reservation, used: int) -> None:
-        """What was used of it."""
-        self.usage = settle(self.limits, self.usage, reserved.own, used, self._clock())
+    def settle(self, own: int, everywhere: int, used: int) -> None:
+        """What was used of the tokens set aside here, and everywhere."""
+        self.usage = settle(self.limits, self.usage, own, used, self._clock())
         room = self.limits.tokens_per_minute
-        if self._shared is not None and room is not None and used != reserved.shared:
-            self._shared.settle(self.name, used - reserved.shared, room)
+        if self._shared is not None and room is not None and used != everywhere:
+            self._shared.settle(self.name, used - everywhere, room)
 
     def _too_many(self, excess: Excess) -> RequestError:
         return self._refusal(excess, f"{excess.running} requests under way")
@@ -216,22 +220,15 @@ class Meter:
         )
 
 
-class Reservation(NamedTuple):
-    """Tokens that are set aside for one request."""
-
-    own: int
-    """By this router's count."""
-    shared: int = 0
-    """By that of all; 0 where it could not be asked, or refused."""
-
-
 class Charge:
     """What one request costs its tenant."""
 
     def __init__(self, meter: Meter, on_reason: Callable[[Reason], None]) -> None:
         self._meter = meter
         self._on_reason = on_reason
-        self.reserved: Reservation | None = None
+        self._reserved: int | None = None
+        self._everywhere = 0
+        """Of them, what all routers know of; none where they could not be asked, or refused."""
         self._open = True
 
     @property
@@ -241,7 +238,8 @@ class Charge:
 
     async def reserve(self, bound: int) -> None:
         """It may use so many tokens. Raises RequestError (429)."""
-        await self._meter.reserve(self, bound, self._on_reason)
+        self._reserved = self._meter.reserve(bound)
+        self._everywhere = await self._meter.reserve_everywhere(self._reserved, bound, self._on_reason)
 
     def close(self) -> None:
         """It has ended. What it has used may come later, or never: then all that was reserved is spent."""
@@ -251,6 +249,6 @@ class Charge:
 
     def settle(self, used: int) -> None:
         """It has used so many tokens. Once."""
-        if self.reserved is not None:
-            self._meter.settle(self.reserved, used)
-            self.reserved = None
+        if self._reserved is not None:
+            self._meter.settle(self._reserved, self._everywhere, used)
+            self._reserved = None

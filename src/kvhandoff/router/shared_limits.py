@@ -131,6 +131,8 @@ class SharedLimits:
 
     def state(self, tenant: str, running: int) -> None:
         """So many requests are under way here now. Returns at once."""
+        if not running and tenant not in self._running:
+            return
         self._note(tenant, running)
         self._link.tell(*self._count(tenant, running, -1))
 
