@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,13 +43,11 @@ async def opened(server: ValkeyServer, **options: Any) -> AsyncIterator[SharedLi
     """One router's part."""
     given: dict[str, Any] = {"deadline_s": WAIT_S, "connect_s": WAIT_S, "retry_s": 0.01, **options}
     limits = SharedLimits(server.url, CLUSTER_KEY, **given)
-    lifespan = limits.lifespan(web.Application())
-    await soon(anext(lifespan))
+    await soon(limits.start())
     try:
         yield limits
     finally:
-        with pytest.raises(StopAsyncIteration):
-            await soon(anext(lifespan))
+        await soon(limits.close())
 
 
 async def known(limits: SharedLimits) -> None:

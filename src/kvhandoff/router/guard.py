@@ -37,7 +37,7 @@ def guarded(
     if access.file is not None:
         app.cleanup_ctx.append(watching(access.file))
         if limits is not None:
-            app.cleanup_ctx.append(limits.lifespan)
+            app.cleanup_ctx.append(_sharing(limits))
     app.cleanup_ctx.append(lifespan)
     return app
 
@@ -53,3 +53,16 @@ async def serve_guarded(app: web.Application, host: str, port: int, security: Se
         elif tls is None:
             log.warning("host %s without --tls-cert: keys and prompts travel in the clear", host)
     return await listen(app, host, port, tls=None if tls is None else tls.value)
+
+
+def _sharing(limits: SharedCounts) -> Callable[[web.Application], AsyncIterator[None]]:
+    """For an application's `cleanup_ctx`."""
+
+    async def lifespan(_: web.Application) -> AsyncIterator[None]:
+        await limits.start()
+        try:
+            yield
+        finally:
+            await limits.close()
+
+    return lifespan

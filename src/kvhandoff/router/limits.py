@@ -18,13 +18,11 @@ over time nobody gets more than the rate.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, NamedTuple, Protocol
-
-from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
@@ -125,8 +123,11 @@ class SharedCounts(Protocol):
     def settle(self, tenant: str, delta: int, room: int) -> None:
         """So many tokens more were used than set aside; fewer, if below 0. Returns at once."""
 
-    def lifespan(self, app: web.Application) -> AsyncIterator[None]:
-        """For an application's `cleanup_ctx`."""
+    async def start(self) -> None:
+        """Get ready; a server that can't be reached now is asked again in the background."""
+
+    async def close(self) -> None:
+        """End the background work."""
 
 
 def open_limits(index: str, key: bytes, *, deadline_s: float, connect_s: float) -> SharedCounts | None:

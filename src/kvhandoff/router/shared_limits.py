@@ -15,10 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
 from hashlib import blake2b
-
-from aiohttp import web
 
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.limits import RETRY_CONCURRENCY_S, Excess
@@ -116,6 +113,7 @@ class SharedLimits:
         self._me = secrets.token_hex(8)
         self._running: dict[str, int] = {}
         """Tenants with requests here."""
+        self._beats: asyncio.Task[None] | None = None
 
     async def begin(self, tenant: str, running: int, limit: int) -> Excess | Reason | None:
         """One more request, the `running`th here. None: admitted, as far as all routers know. A reason: they
@@ -149,16 +147,17 @@ class SharedLimits:
         """Tokens that were used beyond those set aside, or fewer. Returns at once."""
         self._link.tell(*self._spend(tenant, delta, room, bounded=False))
 
-    async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
-        """For an application's `cleanup_ctx`. What is still under way in the end counts until the lease's."""
-        await self._link.start()  # the first attempt to connect has ended
-        beats = asyncio.create_task(self._beat())
-        try:
-            yield
-        finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
-            await self._link.close()
+    async def start(self) -> None:
+        """Returns when the first attempt to connect has ended."""
+        await self._link.start()
+        self._beats = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        """What is still under way counts until the lease's end."""
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
+        await self._link.close()
 
     async def _beat(self) -> None:
         while True:

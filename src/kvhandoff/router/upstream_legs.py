@@ -105,16 +105,20 @@ class UpstreamLegs:
 
     async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
         """A prefill leg's answer. Raises UpstreamFailed, and Refused for a 4xx."""
+        with _outcome(source):
+            return await self._prefill(job, source, params)
+
+    async def _prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
         job.draft.prefill = job.leg_at(source)
         body = prefill_body(job.fields, params)
-        with source.reserve(), _outcome(source):
-            try:
+        try:
+            with source.reserve():
                 async with asyncio.timeout(self._timeouts.prefill_s) as wait:
                     with source.silence.ends(wait):
                         async with self._post(job, source, body) as answer:
                             return _accepted(source, await whole(answer))
-            except (aiohttp.ClientError, OSError) as error:
-                raise _failure(source, error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _failure(source, error) from error
 
     async def decode(
         self,
@@ -130,12 +134,23 @@ class UpstreamLegs:
 
         Raises UpstreamFailed and Refused, and RequestError when an answer that is not streamed breaks off.
         """
+        with _outcome(target) as leg:
+            return await self._decode(job, target, params, beside, leg)
+
+    async def _decode(
+        self,
+        job: Job,
+        target: UpstreamEngine,
+        params: msgspec.Raw | None,
+        beside: asyncio.Task[Answer] | None,
+        leg: LegOutcome,
+    ) -> Outcome:
         job.draft.decode = job.leg_at(target)
         body = decode_body(job.fields, params)
         asked = self._clock()
         limit = self._timeouts.first_byte_s if job.summary.stream else self._timeouts.answer_s
-        with target.reserve(), _outcome(target) as leg:
-            try:
+        try:
+            with target.reserve():
                 async with asyncio.timeout(limit) as deadline:
                     watch = _Watch(beside, deadline)
                     async with self._post(job, target, body) as answer:
@@ -147,15 +162,15 @@ class UpstreamLegs:
                         first = await answer.content.readany()
                         if not first:
                             raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
-                        leg.succeeded()
                         watch.stop()
+                        leg.succeeded()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(job, target, answer, self._clock)
                         await passage.carry(first, answer.content, self._timeouts.idle_s)
-            except (aiohttp.ClientError, OSError) as error:
-                if beside is not None and (other := _error_of(beside)) is not None:
-                    raise other from error
-                raise _failure(target, error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if beside is not None and (other := _error_of(beside)) is not None:
+                raise other from error
+            raise _failure(target, error) from error
         return await self._end(job, target, passage)
 
     async def _answer(
