@@ -75,6 +75,20 @@ async def waiting(engine: UpstreamMock, leg: Any) -> Any:
     return await (decode if leg.params is None else held)(engine, leg)
 
 
+async def test_nobody_is_blamed_for_the_other_leg() -> None:
+    """A pushed-to engine's leg is ended since the prefill leg has failed; nothing else of it is ever seen."""
+    async with upstream_cluster("nixl-push") as c:
+        c.p.script, c.d.script = failing, held
+        for _ in range(3):
+            asked = asyncio.create_task(c.post())
+            pushed, local = await c.d.leg(), await c.d.leg()
+            assert (pushed.params is None, local.params) == (False, None)
+            asked.cancel()  # so that no answer of the engine's ends the row
+            for _ in range(2):
+                await asyncio.wait_for(c.d.cancelled.get(), WAIT_S)
+        assert await rests(c) == [True, False]
+
+
 async def test_who_works_or_is_late_does_not_rest() -> None:
     """A client's mistake is none of the engine's, and a leg that waits may wait for another."""
     timeouts = {"answer_s": 0.05, "retry_s": 0.01}
