@@ -10,6 +10,7 @@ from aiohttp import web
 from kvhandoff.core.reasons import Reason
 from tests.router.engines import Leg, MockEngine, completion, reset
 
+PULL = {"x-kvhandoff-path": "pull"}
 CAUSES = {
     Reason.TRANSFER_FAILED: "failure",  # the network
     Reason.OFFER_EXPIRED: "decline",
@@ -32,12 +33,12 @@ async def test_each_cause_has_its_own_counter(cluster: Any) -> None:
     async with cluster() as c:
         for reason in CAUSES:
             c.d.script = meets(reason)
-            status, answer = await c.post(c.body(), headers={"x-kvhandoff-path": "pull"})
+            status, answer = await c.post(c.body(), headers=PULL)
             record = await c.record(answer["id"])
             assert (status, record["kv_source"]) == (200, "recomputed")
             assert record["reasons"] == ["forced", reason]
         c.p.script = reset
-        assert (await c.post(c.body()))[0] == 200
+        assert (await c.post(c.body(), headers=PULL))[0] == 200
         page = await c.text("/metrics")
     counted = sorted(
         line
