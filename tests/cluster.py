@@ -190,15 +190,18 @@ async def cluster(
     transport: Transport = "shm",
     prefill_options: dict[str, Any] | None = None,
     decode_options: dict[str, Any] | None = None,
+    decode_dir: Path | None = None,
     router_options: dict[str, Any] | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[Cluster]:
-    """A deployment, ready for requests. The path is `pull` unless `router_options` says otherwise."""
+    """A deployment, ready for requests. The path is `pull` unless `router_options` says otherwise;
+    `decode_dir`: the decode engines' model directory, where it is another one."""
     async with AsyncExitStack() as stack:
 
         async def start(role: Literal["prefill", "decode"], index: int, options: Any) -> LiveEngine:
             chosen = {"transport": transport, **engine_options, **(options or {})}
-            return await stack.enter_async_context(engine(role, model_dir, name=f"{role}-{index}", **chosen))
+            model = decode_dir if decode_dir is not None and role == "decode" else model_dir
+            return await stack.enter_async_context(engine(role, model, name=f"{role}-{index}", **chosen))
 
         prefills = [await start("prefill", i, prefill_options) for i in range(prefill)]
         decodes = [await start("decode", i, decode_options) for i in range(decode)]

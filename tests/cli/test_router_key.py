@@ -57,7 +57,7 @@ def test_keys_are_made_for_the_file(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     entries = [made("acme"), made("ops", "--operator")]
     file.write_text("tenants:\n" + "".join(lines for lines, _ in entries))
-    tenants = read_tenants(file)
+    tenants = read_tenants(file, file.read_bytes())
     found = [tenants.of(key) for _, key in entries]
     assert [(tenant.name, tenant.role) for tenant in found if tenant] == [
         ("acme", "client"),

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.router.callers import bearer, security
 from tests.tinymodels import cached_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -82,10 +83,12 @@ async def up(*arguments: str) -> AsyncIterator[Up]:
             await process.wait()
 
 
-async def ask(session: aiohttp.ClientSession, url: str, model: str) -> tuple[int, dict[str, Any]]:
+async def ask(
+    session: aiohttp.ClientSession, url: str, model: str, **headers: str
+) -> tuple[int, dict[str, Any]]:
     body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     async with session.post(
-        f"{url}/v1/completions", json=body, headers={"x-kvhandoff-path": "pull"}
+        f"{url}/v1/completions", json=body, headers={"x-kvhandoff-path": "pull", **headers}
     ) as answer:
         return answer.status, await answer.json()
 
@@ -143,3 +146,27 @@ async def test_engines_without_a_prefix_cache() -> None:
             assert status == 200
             details = answer["usage"]["prompt_tokens_details"]
             assert details["cached_tokens"] == 0  # by default, the second time finds the first one's blocks
+
+
+async def test_tenants(tmp_path: Path) -> None:
+    """The router asks for their keys; the one it is tried with is not in what is printed."""
+    model, file = str(cached_tiny_model("llama")), security(tmp_path, {"models": ["other"]}).tenants
+    arguments = ("--model", model, "--prefill", "0", "--tenants", str(file))
+    async with up(*arguments) as running, aiohttp.ClientSession() as session:
+        await running.said(r"^curl .* -H 'Authorization: Bearer KEY' ")
+        assert (await ask(session, running.url, model))[0] == 401
+        assert (await ask(session, running.url, model, **bearer("acme")))[0] == 403
+        assert (await ask(session, running.url, model, **bearer("beta")))[0] == 200
+
+
+async def test_a_bad_file_of_tenants_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tenants").write_text("tenants: 7")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvhandoff", "up", "--port", "0", "--model", "nowhere/at-all"),
+        *("--tenants", str(tmp_path / "tenants")),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert b"tenants: " in said
+    assert b"Expected `array`" in said

@@ -13,7 +13,7 @@ import pytest
 from kvhandoff.router import watched
 from tests.router.callers import KEYS, bearer, security
 from tests.router.conftest import NO_ACCOUNT
-from tests.router.engines import MODEL, held, soon, until
+from tests.router.engines import MODEL, WAIT_S, held, soon, until
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,8 @@ async def test_requests_at_a_time(cluster: Any, tmp_path: Path) -> None:
         c.d.script = held
         first = c.start(c.body(), headers=bearer("acme"))
         await soon(c.d.legs.get())
-        async with c.session.post(
-            c.url + "/v1/completions", json=c.body(), headers=bearer("acme")
-        ) as response:
+        second = c.session.post(c.url + "/v1/completions", json=c.body(), headers=bearer("acme"))
+        async with asyncio.timeout(WAIT_S), second as response:  # admitted, it would wait for the gate
             assert response.status == 429
             assert response.headers["Retry-After"] == "1"
             assert response.headers["X-Request-Id"]

@@ -28,8 +28,8 @@ class Fixture:
         self.clock = ManualClock(50.0)
         self.legs: list[LegRecord] = []
 
-    async def engine(self, role: Any, engine_id: str) -> MockEngine:
-        engine = MockEngine(role, engine_id)
+    async def engine(self, role: Any, engine_id: str, make: type[MockEngine] = MockEngine) -> MockEngine:
+        engine = make(role, engine_id)
         await engine.start()
         self.stack.push_async_callback(engine.kill)
         return engine

@@ -68,9 +68,9 @@ def test_no_url_at_all(index: str) -> None:
 
 def test_tls_checks_the_certificate_and_its_host() -> None:
     index = opened("rediss://h:1/0")
-    settings = index._client.connection_pool.connection_kwargs
+    settings = index._link._client.connection_pool.connection_kwargs
     assert settings["ssl_check_hostname"] is True
-    [context] = [c.ssl_context for c in [index._client.connection_pool.make_connection()]]
+    [context] = [c.ssl_context for c in [index._link._client.connection_pool.make_connection()]]
     assert (context.check_hostname, context.cert_reqs.name) == (True, "CERT_REQUIRED")
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
+from kvhandoff.core.reasons import Reason
 from kvhandoff.router.body import parse_body, summarize
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.limits import Excess, Limits, Meter, Reserved, Usage, begin, end, reserve, settle
@@ -30,7 +31,7 @@ def test_concurrency() -> None:
     for running in (1, 2):
         usage = begin(two, usage)  # type: ignore[assignment]
         assert usage.running == running
-    assert begin(two, usage) == Excess("max_concurrency", 1.0)
+    assert begin(two, usage) == Excess("max_concurrency", 1.0, running=2)
     assert begin(two, end(usage)) == Usage(running=2)
     assert begin(Limits(), usage) == Usage(running=3)
 
@@ -87,20 +88,24 @@ def test_nobody_gets_more_than_the_rate(steps: list[tuple[float, int, float]]) -
         assert used <= 600 + 10 * now + 1e-6
 
 
-def test_a_meter_says_when_to_come_again() -> None:
+def unexpected(reason: Reason) -> None:
+    raise AssertionError(reason)
+
+
+async def test_a_meter_says_when_to_come_again() -> None:
     now = [7.0]
     meter = Meter("acme", Limits(max_concurrency=1, tokens_per_minute=600), lambda: now[0])
-    charge = meter.open()
-    charge.reserve(600)
+    charge = await meter.open(unexpected)
+    await charge.reserve(600)
     with pytest.raises(RequestError) as refused:
-        meter.open()
+        await meter.open(unexpected)
     assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
     assert refused.value.headers == {"Retry-After": "1"}
     charge.close()
     charge.close()  # once
-    again = meter.open()
+    again = await meter.open(unexpected)
     with pytest.raises(RequestError) as refused:
-        again.reserve(101)
+        await again.reserve(101)
     assert refused.value.headers == {"Retry-After": "11"}  # 10.1 s, rounded up
     assert "acme is 600" in refused.value.message
     again.close()
@@ -108,16 +113,16 @@ def test_a_meter_says_when_to_come_again() -> None:
     charge.settle(100)  # once
     assert meter.usage == Usage(running=0, spent=100.0, at=7.0)
     now[0] += 5
-    meter.open().reserve(550)
+    await (await meter.open(unexpected)).reserve(550)
 
 
-def test_new_limits_hold_at_once() -> None:
+async def test_new_limits_hold_at_once() -> None:
     meter = Meter("acme", Limits(tokens_per_minute=600), lambda: 0.0)
-    meter.open().reserve(600)
+    await (await meter.open(unexpected)).reserve(600)
     meter.limits = Limits(tokens_per_minute=1000)
-    meter.open().reserve(400)
+    await (await meter.open(unexpected)).reserve(400)
     with pytest.raises(RequestError):
-        meter.open().reserve(1)
+        await (await meter.open(unexpected)).reserve(1)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ async def test_a_router_does_not_start_with_a_bad_file(tmp_path: Path, text: byt
         file.write_bytes(text)
     with pytest.raises(ConfigError) as refused:
         await anext(FileMembers(file).members())
-    assert str(refused.value).startswith(f"fleet: {file}: ")
+    assert str(refused.value).startswith(f"fleet: {file}")
     assert said in str(refused.value)
 
 

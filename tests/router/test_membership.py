@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from kvhandoff.handoff.registration import Registration, RegistrationKey
-from kvhandoff.router import member_file
+from kvhandoff.router import watched
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.members import Member
 from tests.router.conftest import Cluster
@@ -61,6 +62,37 @@ async def test_an_engine_that_leaves_ends_its_legs_first(f: Fixture) -> None:
     seen = len(e.cursors)
     await until(lambda: len(e.cursors) > seen + 3)
     assert len(d.cursors) == asked, "it is forgotten"
+
+
+class Slow(MockEngine):
+    """Its reports are on their way for as long as a test wants."""
+
+    on_the_way = asyncio.Event()
+    arrives = asyncio.Event()
+
+    async def _state(self, request: web.Request) -> web.Response:
+        report = await super()._state(request)
+        self.on_the_way.set()
+        await self.arrives.wait()
+        return report
+
+
+async def test_the_last_account_of_an_engine_that_leaves(f: Fixture) -> None:
+    """A leg ends while a report that does not know of it is on its way: it is asked for once more."""
+    Slow.on_the_way, Slow.arrives = asyncio.Event(), asyncio.Event()
+    d, e = await f.engine("decode", "d", Slow), await f.engine("decode", "e")
+    Slow.arrives.set()
+    fleet = await f.fleet([], [d, e], poll_interval_s=0.01)
+    leaving = fleet.decode[0]
+    with leaving.reserve():
+        fleet.set_members(wanted(e))
+        Slow.arrives.clear()
+        Slow.on_the_way.clear()
+        await soon(Slow.on_the_way.wait())
+        d.records.append(record("last", d))
+    Slow.arrives.set()
+    await until(lambda: not fleet.leaving)
+    assert [leg.handoff_id for leg in f.legs] == ["last"]
 
 
 async def test_an_engine_that_comes_back_while_it_leaves_is_the_same(f: Fixture) -> None:
@@ -129,7 +161,7 @@ async def shown(c: Cluster, wanted: dict[MockEngine, str]) -> None:
 async def test_membership_changes_under_load_lose_no_request(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_file, "LOOK_S", 0.01)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.01)
     file = tmp_path / "fleet.yaml"
     more = [MockEngine("prefill", "p9"), MockEngine("decode", "d9"), MockEngine("decode", "d8")]
     for engine in more:
@@ -173,7 +205,7 @@ async def test_membership_changes_under_load_lose_no_request(
 async def test_a_bad_file_leaves_the_fleet_as_it_is_and_is_shown(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_file, "LOOK_S", 0.01)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.01)
     file, d9 = tmp_path / "fleet.yaml", MockEngine("decode", "d9")
     await d9.start()
     write(file, d9)
@@ -186,7 +218,7 @@ async def test_a_bad_file_leaves_the_fleet_as_it_is_and_is_shown(
     async with cluster(poll_interval_s=0.01, fleet_file=file) as c:
         await shown(c, {c.p: "up", c.d: "up", d9: "up"})
         file.write_text("decode: [{url: 7}]")
-        await source("decode[0].url: expected `str`, got `int`")
+        await source(f"fleet: {file}: decode[0].url: expected `str`, got `int`")
         await shown(c, {c.p: "up", c.d: "up", d9: "up"})
         write(file, d9, drain=(d9,))
         await shown(c, {c.p: "up", c.d: "up", d9: "draining"})

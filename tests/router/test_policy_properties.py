@@ -28,6 +28,7 @@ from kvhandoff.router.policy import (
 )
 from kvhandoff.router.policy.options import PREFERENCE, Option, Term
 from kvhandoff.router.policy.rebinding import choose_rebind
+from tests.router.fleets import EqualEngines
 
 MODELS = ("m", "other")
 
@@ -214,30 +215,16 @@ def test_a_path_that_hands_nothing_over_has_a_reason(
 )
 def test_simultaneous_requests_spread(n: int, sizes: list[int], role: str) -> None:
     """Each is reserved when it is decided: none has more than another by more than one request."""
-    loads, chosen = [0] * n, [0] * n
-    policies = Policies()
+    engines, policies = EqualEngines(n), Policies()
     for tokens in sizes:
-        views = [
-            EngineView(
-                url=str(i),
-                model="m",
-                healthy=True,
-                block_size=16,
-                load=loads[i],
-                chosen=chosen[i],
-                waiting=0,
-                room=10**6,
-            )
-            for i in range(n)
-        ]
+        views = engines.views()
         if role == "prefill":
             choice = policies.choose_prefill(FleetView(views, []), "m", tokens=tokens)
         else:
             choice = policies.choose_decode(FleetView([], views), "m", tokens=tokens)
         assert isinstance(choice, EngineView)
-        loads[int(choice.url)] += tokens
-        chosen[int(choice.url)] += 1
-        assert max(loads) - min(loads) <= max(sizes)
+        engines.give(choice, tokens)
+        assert max(engines.load) - min(engines.load) <= max(sizes)
 
 
 @settings(deadline=None)

@@ -282,7 +282,8 @@ async def test_no_server_at_the_start(replicas: Any, server: ValkeyServer) -> No
 
 
 async def test_what_others_write_is_a_miss(replicas: Any, server: ValkeyServer) -> None:
-    """Values that are none of ours; and one that leads to an engine that this fleet doesn't have."""
+    """Field case 10: values that are none of ours; and one that leads to an engine that this fleet doesn't
+    have."""
     first, second = lines(2)
     async with replicas(2) as (a, b):
         one = await turn(a, first)

@@ -305,7 +305,8 @@ async def test_holder_is_left_when_it_has_much_more_to_do(cluster: Any) -> None:
 
 
 async def test_restarted_engine_has_nothing(cluster: Any) -> None:
-    """An ended life's entries are dropped; an earlier turn that another engine keeps is found instead."""
+    """Field case 10: an ended life's entries are dropped; an earlier turn that another engine keeps is found
+    instead."""
     async with cluster(decode=2, poll_interval_s=0.01) as c:
         first = await turn(c, TURN_1)
         await loaded(first.decode, 20)

@@ -83,11 +83,13 @@ async def test_a_renewed_certificate_is_taken_up(cluster: Any, tmp_path: Path, m
         assert not await trusted(CERT_A)
 
 
-def test_a_pair_that_does_not_fit_is_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_pair_that_does_not_fit_is_left_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tls = listener_tls(certificate(tmp_path))
     assert tls is not None
     certificate(tmp_path, CERT_B, KEY_A)
-    tls.look()
+    assert not await tls.look()
     assert "can't be used together (KEY_VALUES_MISMATCH)" in caplog.text
     assert "PRIVATE KEY" not in caplog.text
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvhandoff.router.policy import EngineView, FleetView, Policies
 from kvhandoff.router.policy.decode import HOLDER_LEAD
+from tests.router.fleets import EqualEngines
 
 ENGINES, SESSIONS, TURNS = 4, 200, 10
 TOKENS = 1000
@@ -23,7 +24,7 @@ def play(slowdown: float) -> tuple[list[int], float, int]:
     """
     rng, policies = random.Random(7), Policies()
     service = [0.1 * slowdown] + [0.1] * (ENGINES - 1)
-    load, chosen, free_at = [0] * ENGINES, [0] * ENGINES, [0.0] * ENGINES
+    engines, free_at = EqualEngines(ENGINES), [0.0] * ENGINES
     holders: list[str | None] = [None] * SESSIONS
     events = [(rng.random() * THINK_S, "ask", session, 0) for session in range(SESSIONS)]
     heapq.heapify(events)
@@ -32,35 +33,21 @@ def play(slowdown: float) -> tuple[list[int], float, int]:
     while events:
         now, what, session, engine = heapq.heappop(events)
         if what == "answered":
-            load[engine] -= TOKENS
+            engines.load[engine] -= TOKENS
             turns[session] += 1
             if turns[session] < TURNS:
                 heapq.heappush(events, (now + rng.expovariate(1 / THINK_S), "ask", session, 0))
             continue
-        views = [
-            EngineView(
-                url=str(i),
-                model="m",
-                healthy=True,
-                block_size=16,
-                load=load[i],
-                chosen=chosen[i],
-                waiting=0,
-                room=10**6,
-            )
-            for i in range(ENGINES)
-        ]
-        choice = policies.choose_decode(FleetView([], views), "m", (), holders[session], tokens=TOKENS)
+        fleet = FleetView([], engines.views())
+        choice = policies.choose_decode(fleet, "m", (), holders[session], tokens=TOKENS)
         assert isinstance(choice, EngineView)
         later += holders[session] is not None
         hits += holders[session] == choice.url
-        holders[session], engine = choice.url, int(choice.url)
-        load[engine] += TOKENS
-        chosen[engine] += 1
-        lead = max(lead, load[engine] - min(load))
+        holders[session], engine = choice.url, engines.give(choice, TOKENS)
+        lead = max(lead, engines.load[engine] - min(engines.load))
         free_at[engine] = max(now, free_at[engine]) + service[engine]
         heapq.heappush(events, (free_at[engine], "answered", session, engine))
-    return chosen, hits / later, lead
+    return engines.chosen, hits / later, lead
 
 
 def test_sessions_leave_a_slow_engine() -> None:

@@ -28,6 +28,14 @@ def written(path: Path, *entries: dict[str, Any], **fields: Any) -> Path:
     return file
 
 
+def opened(file: Path) -> Watched[Tenants]:
+    return Watched("tenants", [file], lambda contents: read_tenants(file, *contents))
+
+
+def read(file: Path) -> Tenants:
+    return opened(file).value
+
+
 YAML = f"""
 tenants:
   - name: acme
@@ -47,7 +55,7 @@ open_pages: [ready]
 def test_yaml(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(YAML)
-    tenants = read_tenants(file)
+    tenants = read(file)
     acme = tenants.of(KEY)
     assert acme is not None
     assert acme is tenants.of(OTHER)
@@ -58,7 +66,7 @@ def test_yaml(tmp_path: Path) -> None:
 
 
 def test_json(tmp_path: Path) -> None:
-    tenants = read_tenants(written(tmp_path, entry(), entry("b", OTHER)))
+    tenants = read(written(tmp_path, entry(), entry("b", OTHER)))
     assert [tenant.name for tenant in (tenants.of(KEY), tenants.of(OTHER)) if tenant] == ["acme", "b"]
     acme = tenants.of(KEY)
     assert acme is not None
@@ -66,7 +74,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_only_a_key_opens(tmp_path: Path) -> None:
-    tenants = read_tenants(written(tmp_path, entry()))
+    tenants = read(written(tmp_path, entry()))
     for wrong in ("", "acme", OTHER, KEY[:-1], KEY + "x", KEY.upper(), hash_of(KEY), "\udcff"):
         assert tenants.of(wrong) is None
 
@@ -95,7 +103,7 @@ def test_keys_and_salts_are_long_and_never_the_same() -> None:
 def test_bad_entries(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     file = written(tmp_path, entry(**change))
     with pytest.raises(ConfigError) as refused:
-        read_tenants(file)
+        read(file)
     assert said in str(refused.value)
     assert str(file) in str(refused.value)
     assert KEY not in str(refused.value)
@@ -108,7 +116,7 @@ def test_bad_files(tmp_path: Path) -> None:
         if content is not None:
             file.write_text(content)
         with pytest.raises(ConfigError) as refused:
-            read_tenants(file)
+            read(file)
         return str(refused.value)
 
     assert "can't be read (No such file or directory)" in refusal(None)
@@ -124,24 +132,32 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "b and acme have the same key" in refusal(shared)
 
 
-def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = written(tmp_path, entry())
-    watched: Watched[Tenants] = Watched("tenants", [file], lambda: read_tenants(file))
+    watched = opened(file)
     first = watched.value
-    watched.look()
+    await watched.look()
     assert watched.value is first
     written(tmp_path, entry(role="king"))
-    watched.look()
-    watched.look()  # says it once
+    await watched.look()
+    await watched.look()  # says it once
     assert watched.value is first
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "'king'" in caplog.text
     assert "what was read before stays in force" in caplog.text
+    written(tmp_path, entry())
+    assert await watched.look()
+    assert watched.problem is None
+    first = watched.value
     file.unlink()
-    watched.look()
+    assert not await watched.look()
     assert watched.value is first
+    assert watched.problem is not None
+    written(tmp_path, entry())  # the same as before
+    assert await watched.look()
+    assert watched.problem is None
     written(tmp_path, entry(key=OTHER))
-    watched.look()
+    await watched.look()
     assert watched.value.of(KEY) is None
     assert watched.value.of(OTHER) is not None
 
@@ -149,7 +165,7 @@ def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.LogCap
 def test_a_bad_file_at_the_start(tmp_path: Path) -> None:
     file = written(tmp_path, entry(role="king"))
     with pytest.raises(ConfigError):
-        Watched("tenants", [file], lambda: read_tenants(file))
+        opened(file)
 
 
 def salt_of(body: dict[str, Any], name: str = "acme", salt: str = SALT) -> str:

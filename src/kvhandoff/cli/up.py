@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import typer
@@ -26,6 +27,7 @@ from kvhandoff.cli.router import (
     RetainOption,
     ReturnMode,
     ReturnOption,
+    Tenants,
 )
 from kvhandoff.cli.up_vllm import Kind, vllm_children
 from kvhandoff.core.errors import ConfigError
@@ -50,6 +52,7 @@ def up(
         TransportChoice.AUTO, help="NIXL if installed, or shared memory."
     ),
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
+    tenants: Path | None = Tenants,
     dtype: Dtype = DtypeOption,
     exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
     kv_memory: float = typer.Option(1.0, min=0.001, help="GiB of KV for each engine."),
@@ -61,6 +64,11 @@ def up(
 ) -> None:
     """Serve a model through prefill engines, decode engines and a router on this machine."""
     check_port(host, port)
+    if tenants is not None:  # before anything is started
+        from kvhandoff.router.tenants import read_tenants
+        from kvhandoff.router.watched import read_file
+
+        read_tenants(tenants, read_file("tenants", tenants))
     engines = [("prefill", f"prefill-{i}") for i in range(prefill)]
     engines += [("decode", f"decode-{i}") for i in range(decode)]
     environment = {**os.environ, CLUSTER_KEY_ENV: secrets.token_hex(32)}
@@ -103,14 +111,19 @@ def up(
             "--on-miss",
             on_miss,
         ]
+        if tenants is not None:
+            arguments += ["--tenants", str(tenants)]
         for index, url in enumerate(urls):
             arguments += ["--prefill" if index < prefill else "--decode", url]
         return Child("router", arguments, environment, port=port)
 
-    uvloop.run(_serve(vllm() if engine is Kind.VLLM else embedded(), router, model))
+    children = vllm() if engine is Kind.VLLM else embedded()
+    uvloop.run(_serve(children, router, model, keys=tenants is not None))
 
 
-async def _serve(engines: list[Child], make_router: Callable[[list[str]], Child], model: str) -> None:
+async def _serve(
+    engines: list[Child], make_router: Callable[[list[str]], Child], model: str, *, keys: bool
+) -> None:
     console = Console(stderr=True, highlight=False)
     stop = stop_event(lifeline=False)
     children = list(engines)
@@ -125,7 +138,7 @@ async def _serve(engines: list[Child], make_router: Callable[[list[str]], Child]
             facts = await _unless(stop, router.start())
             if facts is None:
                 return
-        _tell(console, model, engines, started, facts["url"])
+        _tell(console, model, engines, started, facts["url"], keys=keys)
         keepers = [asyncio.create_task(keep_running(child, console.print)) for child in children]
         await stop.wait()
     except ChildFailed as error:
@@ -152,7 +165,13 @@ async def _unless(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | No
 
 
 def _tell(
-    console: Console, model: str, engines: list[Child], started: list[dict[str, str]], url: str
+    console: Console,
+    model: str,
+    engines: list[Child],
+    started: list[dict[str, str]],
+    url: str,
+    *,
+    keys: bool,
 ) -> None:
     """What runs where, and how to try it."""
     table = Table("process", "address", "transport", box=None, padding=(0, 2, 0, 0))
@@ -162,6 +181,7 @@ def _tell(
     console.print(table)
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": model, "max_tokens": 50, "temperature": 0, "messages": [message]})
-    command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = " -H 'Authorization: Bearer KEY'" if keys else ""
+    command = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"\nReady. Try:\n\n{command}\n", soft_wrap=True, markup=False)
     console.print(f"and then {url}/v1/handoffs/ID with the answer's id. Ctrl-C ends all.", soft_wrap=True)

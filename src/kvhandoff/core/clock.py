@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 Clock = Callable[[], float]
 """Seconds on this process's own monotonic clock. Only differences of one clock's readings mean anything."""
+
+Sleep = Callable[[float], Awaitable[None]]
+"""Returns when so many seconds are over."""
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

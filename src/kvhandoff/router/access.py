@@ -19,9 +19,10 @@ from aiohttp.typedefs import Middleware
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
+from kvhandoff.core.reasons import Reason
 from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.limits import Charge, Limits, Meter
+from kvhandoff.router.limits import Charge, Limits, Meter, SharedCounts
 from kvhandoff.router.security import Security
 from kvhandoff.router.tenants import Tenant, Tenants, read_tenants, salted
 from kvhandoff.router.watched import Watched
@@ -77,9 +78,9 @@ class Caller:
         """The body with the tenant's salt in it. Raises RequestError."""
         return fields if self._tenant is None else salted(fields, self._tenant)
 
-    def charge(self) -> Charge:
-        """For one more request. Raises RequestError (429)."""
-        return self._meter.open()
+    async def charge(self, on_reason: Callable[[Reason], None]) -> Charge:
+        """For one more request; `on_reason`: see `Meter.open`. Raises RequestError (429)."""
+        return await self._meter.open(on_reason)
 
     @property
     def _allowed(self) -> tuple[str, ...] | None:
@@ -101,15 +102,24 @@ class _Known(NamedTuple):
 class Access:
     """Asks every request for its key. Used on the event loop's thread only."""
 
-    def __init__(self, security: Security, clock: Clock, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        security: Security,
+        clock: Clock,
+        on_refused: Callable[[str], None],
+        shared: SharedCounts | None = None,
+    ) -> None:
         """Raises ConfigError when the file of tenants can't be used."""
         self._clock = clock
+        self._shared = shared
         self._on_refused = on_refused
         self._meters: dict[str, Meter] = {}
         self._anybody = Caller(None, Meter("", Limits(), clock))
         path = security.tenants
         self.file = (
-            None if path is None else Watched("tenants", [path], lambda: self._know(read_tenants(path)))
+            None
+            if path is None
+            else Watched("tenants", [path], lambda contents: self._know(read_tenants(path, *contents)))
         )
 
     @property
@@ -151,7 +161,7 @@ class Access:
         before, self._meters, callers = self._meters, {}, {}
         for tenant in tenants:
             limits = Limits(tenant.max_concurrency, tenant.tokens_per_minute)
-            meter = before.get(tenant.name) or Meter(tenant.name, limits, self._clock)
+            meter = before.get(tenant.name) or Meter(tenant.name, limits, self._clock, self._shared)
             meter.limits = limits
             self._meters[tenant.name] = meter
             callers[tenant.name] = Caller(tenant, meter)

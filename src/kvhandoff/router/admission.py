@@ -62,7 +62,7 @@ class Admission:
         draft.tenant = caller.name
         draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
-        draft.charge = caller.charge()
+        draft.charge = await caller.charge(draft.because)
         raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
         fields = caller.salted(parse_body(raw))
         if draft.endpoint is Endpoint.RESPONSES:
@@ -71,7 +71,7 @@ class Admission:
         longest = self._check_model(fields, draft.endpoint, caller)
         draft.model = summary.model
         if draft.charge.counts_tokens:
-            draft.charge.reserve(token_bound(fields, summary, longest))
+            await draft.charge.reserve(token_bound(fields, summary, longest))
         x = Exchange(
             request=request,
             fields=fields,

@@ -23,6 +23,7 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.index import open_index
+from kvhandoff.router.limits import open_limits
 from kvhandoff.router.member_dns import NamedMembers
 from kvhandoff.router.member_file import FileMembers
 from kvhandoff.router.members import MemberSource
@@ -253,6 +254,12 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Applica
         max_body_bytes=config.max_body_bytes,
         clock=clock,
         on_refused=front.refused,
+        limits=open_limits(
+            config.index,
+            config.cluster_key,
+            deadline_s=config.timeouts.index_s,
+            connect_s=config.timeouts.connect_s,
+        ),
     )
 
 

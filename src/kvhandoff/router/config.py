@@ -63,7 +63,8 @@ class Timeouts:
     record_s: float = 1.0
     """A reader of a record waits this long for the engines' accounts; then it is given as incomplete."""
     index_s: float = 0.05
-    """A look-up in a shared index of conversations; then the prompt is computed without its history."""
+    """A look-up in a shared index of conversations; then the prompt is computed without its history. Also
+    of what routers count of a tenant together; then this one's own count decides."""
     ticket_s: float = 20.0
     """How long a ticket is good for, from its signing to the engine's reading it."""
 

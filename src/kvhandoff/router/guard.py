@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.router.access import Access
+from kvhandoff.router.limits import SharedCounts
 from kvhandoff.router.security import Security, listener_tls
 from kvhandoff.router.watched import watching
 from kvhandoff.web import Server, errors, is_loopback
@@ -25,14 +26,18 @@ def guarded(
     max_body_bytes: int,
     clock: Clock,
     on_refused: Callable[[str], None],
+    limits: SharedCounts | None = None,
 ) -> web.Application:
-    """The application of a router. `on_refused` gets the error code of each request refused for its key.
-    Raises ConfigError when the file of tenants can't be used."""
-    access = Access(security, clock, on_refused)
+    """The application of a router. `on_refused` gets the error code of each request refused for its key;
+    `limits`: what tenants use of all routers, where these count together. Raises ConfigError when the file of
+    tenants can't be used."""
+    access = Access(security, clock, on_refused, limits)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[errors, access.middleware])
     app.add_routes(routes)
     if access.file is not None:
         app.cleanup_ctx.append(watching(access.file))
+        if limits is not None:
+            app.cleanup_ctx.append(_sharing(limits))
     app.cleanup_ctx.append(lifespan)
     return app
 
@@ -48,3 +53,16 @@ async def serve_guarded(app: web.Application, host: str, port: int, security: Se
         elif tls is None:
             log.warning("host %s without --tls-cert: keys and prompts travel in the clear", host)
     return await listen(app, host, port, tls=None if tls is None else tls.value)
+
+
+def _sharing(limits: SharedCounts) -> Callable[[web.Application], AsyncIterator[None]]:
+    """For an application's `cleanup_ctx`."""
+
+    async def lifespan(_: web.Application) -> AsyncIterator[None]:
+        await limits.start()
+        try:
+            yield
+        finally:
+            await limits.close()
+
+    return lifespan

@@ -1,5 +1,9 @@
 """Limits of a tenant: pure functions of what it uses and the time, and the meter that applies them.
 
+Several routers that share an index count together (`shared_limits.py`): a request is admitted if there is
+room by this router's own count, and by that of all. Where the latter can't be had, the own one decides alone,
+with a reason: no tenant is ever without its limits.
+
 Tokens are counted by a token bucket: it holds a minute's worth and fills evenly. A request takes what it may
 use at most when it is admitted, and puts back what it did not use when its engines have told:
 
@@ -14,12 +18,16 @@ over time nobody gets more than the rate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router.index import IN_MEMORY
 
 RETRY_CONCURRENCY_S = 1.0
 """When to come again to a tenant that has too many requests under way: nobody knows when one ends."""
@@ -50,6 +58,8 @@ class Excess(NamedTuple):
     limit: Literal["max_concurrency", "tokens_per_minute"]
     retry_after_s: float
     """Then it is not too much any more, if nothing else is admitted."""
+    running: int = 0
+    """Requests under way, where there are too many."""
 
 
 class Reserved(NamedTuple):
@@ -62,7 +72,7 @@ class Reserved(NamedTuple):
 def begin(limits: Limits, usage: Usage) -> Usage | Excess:
     """One more request under way."""
     if limits.max_concurrency is not None and usage.running >= limits.max_concurrency:
-        return Excess("max_concurrency", RETRY_CONCURRENCY_S)
+        return Excess("max_concurrency", RETRY_CONCURRENCY_S, usage.running)
     return replace(usage, running=usage.running + 1)
 
 
@@ -98,40 +108,108 @@ def _refilled(usage: Usage, room: int, now: float) -> Usage:
     return replace(usage, spent=spent, at=now)
 
 
+class SharedCounts(Protocol):
+    """What tenants use of all routers. Where it can't be asked, the answer is the reason."""
+
+    async def begin(self, tenant: str, running: int, limit: int) -> Excess | Reason | None:
+        """One more request, with which so many are under way here. None: admitted."""
+
+    def state(self, tenant: str, running: int) -> None:
+        """So many are under way here now. Returns at once."""
+
+    async def reserve(self, tenant: str, tokens: int, room: int) -> Excess | Reason | None:
+        """Set tokens aside, of `room` a minute. None: admitted."""
+
+    def settle(self, tenant: str, delta: int, room: int) -> None:
+        """So many tokens more were used than set aside; fewer, if below 0. Returns at once."""
+
+    async def start(self) -> None:
+        """Get ready; a server that can't be reached now is asked again in the background."""
+
+    async def close(self) -> None:
+        """End the background work."""
+
+
+def open_limits(index: str, key: bytes, *, deadline_s: float, connect_s: float) -> SharedCounts | None:
+    """Counts on the server of the shared index (`index.py`); None: each router's own, as its index is."""
+    if index == IN_MEMORY:
+        return None
+    from kvhandoff.router.shared_limits import SharedLimits
+
+    return SharedLimits(index, key, deadline_s=deadline_s, connect_s=connect_s)
+
+
 class Meter:
     """One tenant's use, over changes of its limits. Used on the event loop's thread only."""
 
-    def __init__(self, name: str, limits: Limits, clock: Clock) -> None:
+    def __init__(self, name: str, limits: Limits, clock: Clock, shared: SharedCounts | None = None) -> None:
         self.name = name
         self.limits = limits
         self.usage = Usage(at=clock())
         self._clock = clock
+        self._shared = shared
 
-    def open(self) -> Charge:
-        """One more request. Raises RequestError (429)."""
+    async def open(self, on_reason: Callable[[Reason], None]) -> Charge:
+        """One more request; `on_reason` hears why the other routers' requests don't count. Raises
+        RequestError (429)."""
         usage = begin(self.limits, self.usage)
         if isinstance(usage, Excess):
-            raise self._too_much(usage, f"{self.usage.running} requests under way")
+            raise self._too_many(usage)
         self.usage = usage
-        return Charge(self)
+        limit = self.limits.max_concurrency
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if self._shared is not None and limit is not None:
+                verdict = await self._shared.begin(self.name, usage.running, limit)
+                if isinstance(verdict, Excess):
+                    raise self._too_many(verdict)
+                if verdict is not None:
+                    on_reason(verdict)
+            undo.pop_all()
+        return Charge(self, on_reason)
 
     def reserve(self, bound: int) -> int:
-        """How many tokens are set aside. Raises RequestError (429)."""
+        """How many tokens are set aside here. Raises RequestError (429)."""
         reserved = reserve(self.limits, self.usage, bound, self._clock())
         if isinstance(reserved, Excess):
-            raise self._too_much(reserved, f"a request of up to {bound} tokens")
+            raise self._too_much(reserved, bound)
         self.usage = reserved.usage
         return reserved.tokens
+
+    async def reserve_everywhere(self, tokens: int, bound: int, on_reason: Callable[[Reason], None]) -> int:
+        """How many of these are set aside of all routers' too. Raises RequestError (429)."""
+        room = self.limits.tokens_per_minute
+        if self._shared is None or room is None:
+            return 0
+        verdict = await self._shared.reserve(self.name, tokens, room)
+        if isinstance(verdict, Excess):
+            raise self._too_much(verdict, bound)
+        if verdict is not None:
+            on_reason(verdict)
+            return 0
+        return tokens
 
     def close(self) -> None:
         """One request less."""
         self.usage = end(self.usage)
+        if self._shared is not None:
+            limited = self.limits.max_concurrency is not None  # it may have been when requests began
+            self._shared.state(self.name, self.usage.running if limited else 0)
 
-    def settle(self, reserved: int, used: int) -> None:
-        """What was used of it."""
-        self.usage = settle(self.limits, self.usage, reserved, used, self._clock())
+    def settle(self, own: int, everywhere: int, used: int) -> None:
+        """What was used of the tokens set aside here, and everywhere."""
+        self.usage = settle(self.limits, self.usage, own, used, self._clock())
+        room = self.limits.tokens_per_minute
+        if self._shared is not None and room is not None and used != everywhere:
+            self._shared.settle(self.name, used - everywhere, room)
 
-    def _too_much(self, excess: Excess, got: str) -> RequestError:
+    def _too_many(self, excess: Excess) -> RequestError:
+        return self._refusal(excess, f"{excess.running} requests under way")
+
+    def _too_much(self, excess: Excess, bound: int) -> RequestError:
+        return self._refusal(excess, f"a request of up to {bound} tokens")
+
+    def _refusal(self, excess: Excess, got: str) -> RequestError:
         seconds = max(1, ceil(excess.retry_after_s))
         return RequestError(
             f"{excess.limit}: got {got}, allowed for {self.name} is {getattr(self.limits, excess.limit)}; "
@@ -146,9 +224,12 @@ class Meter:
 class Charge:
     """What one request costs its tenant."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, on_reason: Callable[[Reason], None]) -> None:
         self._meter = meter
+        self._on_reason = on_reason
         self._reserved: int | None = None
+        self._everywhere = 0
+        """Of them, what all routers know of; none where they could not be asked, or refused."""
         self._open = True
 
     @property
@@ -156,9 +237,10 @@ class Charge:
         """Whether there is a limit, so that a bound is worth finding."""
         return self._meter.limits.tokens_per_minute is not None
 
-    def reserve(self, bound: int) -> None:
+    async def reserve(self, bound: int) -> None:
         """It may use so many tokens. Raises RequestError (429)."""
         self._reserved = self._meter.reserve(bound)
+        self._everywhere = await self._meter.reserve_everywhere(self._reserved, bound, self._on_reason)
 
     def close(self) -> None:
         """It has ended. What it has used may come later, or never: then all that was reserved is spent."""
@@ -169,5 +251,5 @@ class Charge:
     def settle(self, used: int) -> None:
         """It has used so many tokens. Once."""
         if self._reserved is not None:
-            self._meter.settle(self._reserved, used)
+            self._meter.settle(self._reserved, self._everywhere, used)
             self._reserved = None

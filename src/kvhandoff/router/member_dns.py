@@ -7,9 +7,10 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
+from kvhandoff.core.clock import Sleep
 from kvhandoff.router.address import EngineAddress, EngineName
 from kvhandoff.router.engine import Role, describe
-from kvhandoff.router.members import Member, Sleep
+from kvhandoff.router.members import Member
 
 log = logging.getLogger(__name__)
 

@@ -11,24 +11,19 @@ decode:
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from kvhandoff.core.clock import Sleep
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.urls import check_url
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.engine import Role
-from kvhandoff.router.members import Member, Sleep
-
-log = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""Between two looks at the file. Its content is compared: a time of change may be coarse, and is not kept by
-every way in which files get into containers."""
+from kvhandoff.router.members import Member
+from kvhandoff.router.watched import Watched
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,48 +79,32 @@ class FileMembers:
     def __init__(self, path: Path, *, sleep: Sleep = asyncio.sleep) -> None:
         self._path = path
         self._sleep = sleep
-        self._seen: bytes | None = None
-        self.problem: str | None = None
-        """See `MemberSource`."""
+        self._file: Watched[tuple[Member, ...]] | None = None
+        """From the first reading on."""
 
     @property
     def name(self) -> str:
         """See `MemberSource`."""
         return f"file {self._path}"
 
+    @property
+    def problem(self) -> str | None:
+        """See `MemberSource`."""
+        return self._file.problem if self._file is not None else None
+
     async def members(self) -> AsyncIterator[tuple[Member, ...]]:
         """See `MemberSource`."""
-        first = True
-        while True:
-            try:
-                changed = await self._changed()
-            except ConfigError as error:
-                if first:
-                    raise ConfigError(f"fleet: {self._path}: {error}") from error
-                self._note(str(error))
-            else:
-                if changed is not None:
-                    self._note(None)
-                    yield changed
-            first = False
-            await self._sleep(LOOK_S)
 
-    async def _changed(self) -> tuple[Member, ...] | None:
-        """The members, if the content is another one than at the last look. Raises ConfigError."""
+        def open_file() -> Watched[tuple[Member, ...]]:
+            return Watched("fleet", [self._path], self._load, sleep=self._sleep)
+
+        self._file = await asyncio.to_thread(open_file)
+        yield self._file.value
+        async for members in self._file.changes():
+            yield members
+
+    def _load(self, contents: Sequence[bytes]) -> tuple[Member, ...]:
         try:
-            raw = await asyncio.to_thread(self._path.read_bytes)
-        except OSError as error:
-            self._seen = None
-            raise ConfigError(f"can't be read ({error.strerror})") from error
-        if raw == self._seen:
-            return None
-        self._seen = raw
-        return read_members(raw)
-
-    def _note(self, problem: str | None) -> None:
-        if problem != self.problem:
-            if problem is None:
-                log.info("%s: taken again", self.name)
-            else:
-                log.warning("%s: refused, the last good one stays in force: %s", self.name, problem)
-        self.problem = problem
+            return read_members(*contents)
+        except ConfigError as error:
+            raise ConfigError(f"fleet: {self._path}: {error}") from error

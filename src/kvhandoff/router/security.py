@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def listener_tls(security: Security) -> Watched[ssl.SSLContext] | None:
         return None
     live = _server_context()
 
-    def load() -> ssl.SSLContext:
+    def load(_: Sequence[bytes]) -> ssl.SSLContext:  # OpenSSL reads the files itself
         _load_chain(_server_context(), cert, key)  # a bad pair would spoil the one that is in use
         _load_chain(live, cert, key)
         return live
@@ -62,15 +63,12 @@ def _server_context() -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    read_file("tls-cert", cert)
-    read_file("tls-key", key)
-
     def no_password() -> str:
         # Without this OpenSSL would ask for it at the terminal.
         raise ConfigError(f"tls-key: {key} is encrypted, allowed is a key without a password")
 
     try:
         context.load_cert_chain(cert, key, password=no_password)
-    except ssl.SSLError as error:
-        why = error.reason or "no PEM in it"
+    except OSError as error:
+        why = (error.reason or "no PEM in it") if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"tls-cert, tls-key: {cert} and {key} can't be used together ({why})") from error

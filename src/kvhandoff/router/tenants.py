@@ -31,7 +31,6 @@ import msgspec
 
 from kvhandoff.core.errors import ConfigError, RequestError
 from kvhandoff.router.body import Fields
-from kvhandoff.router.watched import read_file
 
 Role = Literal["client", "operator"]
 OpenPage = Literal["ready", "metrics"]
@@ -104,9 +103,8 @@ class Tenants:
         return tenant if hmac.compare_digest(digest, known) else None
 
 
-def read_tenants(path: Path) -> Tenants:
-    """Raises ConfigError naming the file and what in it is wrong."""
-    raw = read_file("tenants", path)
+def read_tenants(path: Path, raw: bytes) -> Tenants:
+    """From what is in the file at `path`. Raises ConfigError naming it and what in it is wrong."""
     try:
         return Tenants(msgspec.yaml.decode(raw, type=TenantsFile))
     except msgspec.ValidationError as error:

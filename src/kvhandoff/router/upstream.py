@@ -65,7 +65,7 @@ class UpstreamFront:
         config = self._config
         async with engine_session(config.timeouts.connect_s, config.security) as session:
             self._fleet = UpstreamFleet(
-                config.prefill, config.decode, session, config.timeouts, config.poll_interval_s
+                config.prefill, config.decode, session, config.timeouts, config.poll_interval_s, self._clock
             )
             self._relay = UpstreamRelay(config, self._fleet, session, self._records, self._clock)
             await self._fleet.start()
@@ -122,7 +122,13 @@ class UpstreamFront:
         """Whether requests can be answered, and each engine's health; 503 without a healthy decode engine."""
         ready = any(engine.healthy for engine in self._fleet.decode)
         engines = [
-            {"url": engine.url, "role": engine.role, "healthy": engine.healthy, "problem": engine.problem}
+            {
+                "url": engine.url,
+                "role": engine.role,
+                "healthy": engine.healthy,
+                "problem": engine.problem,
+                "rests": engine.circuit.rests,
+            }
             for engine in self._fleet.engines
         ]
         status = "ready" if ready else "no decode engine is healthy"

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import aiohttp
 import msgspec
 
+from kvhandoff.core.clock import Clock
 from kvhandoff.router.alarm import Alarm
+from kvhandoff.router.breaker import Circuit
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.engine import MISSED_POLLS, Role, describe, refuses_connection
 from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView
@@ -42,7 +44,12 @@ class UpstreamEngine:
     """Follows one engine. Used on the event loop's thread only."""
 
     def __init__(
-        self, address: UpstreamAddress, role: Role, session: aiohttp.ClientSession, timeouts: Timeouts
+        self,
+        address: UpstreamAddress,
+        role: Role,
+        session: aiohttp.ClientSession,
+        timeouts: Timeouts,
+        clock: Clock,
     ) -> None:
         self.address = address
         self.url = address.url
@@ -55,6 +62,7 @@ class UpstreamEngine:
         self.chosen = 0
         self.silence = Alarm()
         """Rings when it stops answering."""
+        self.circuit = Circuit(str(self), clock)
         self._session = session
         self._poll_s = timeouts.poll_s
         self._missed = 0
@@ -145,9 +153,10 @@ class UpstreamFleet:
         session: aiohttp.ClientSession,
         timeouts: Timeouts,
         interval_s: float,
+        clock: Clock,
     ) -> None:
-        self.prefill = [UpstreamEngine(address, "prefill", session, timeouts) for address in prefill]
-        self.decode = [UpstreamEngine(address, "decode", session, timeouts) for address in decode]
+        self.prefill = [UpstreamEngine(address, "prefill", session, timeouts, clock) for address in prefill]
+        self.decode = [UpstreamEngine(address, "decode", session, timeouts, clock) for address in decode]
         self.by_url = {engine.url: engine for engine in self.engines}
         self._interval_s = interval_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -159,6 +168,10 @@ class UpstreamFleet:
     def models(self) -> dict[str, int | None]:
         """Names that a decode engine serves, or served when last seen, and their contexts."""
         return {name: longest for engine in self.decode for name, longest in engine.models.items()}
+
+    def resting(self) -> set[str]:
+        """URLs of engines whose legs have failed of late: to be avoided."""
+        return {engine.url for engine in self.engines if engine.circuit.rests}
 
     async def start(self) -> None:
         """Ask every engine once, then go on asking in the background."""

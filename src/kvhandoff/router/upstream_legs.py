@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
+from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.dispatch import EVENT_STREAM
 from kvhandoff.router.engine import describe, refuses_connection
@@ -102,6 +105,10 @@ class UpstreamLegs:
 
     async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
         """A prefill leg's answer. Raises UpstreamFailed, and Refused for a 4xx."""
+        with _outcome(source):
+            return await self._prefill(job, source, params)
+
+    async def _prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
         job.draft.prefill = job.leg_at(source)
         body = prefill_body(job.fields, params)
         try:
@@ -127,6 +134,17 @@ class UpstreamLegs:
 
         Raises UpstreamFailed and Refused, and RequestError when an answer that is not streamed breaks off.
         """
+        with _outcome(target) as leg:
+            return await self._decode(job, target, params, beside, leg)
+
+    async def _decode(
+        self,
+        job: Job,
+        target: UpstreamEngine,
+        params: msgspec.Raw | None,
+        beside: asyncio.Task[Answer] | None,
+        leg: LegOutcome,
+    ) -> Outcome:
         job.draft.decode = job.leg_at(target)
         body = decode_body(job.fields, params)
         asked = self._clock()
@@ -145,6 +163,7 @@ class UpstreamLegs:
                         if not first:
                             raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
                         watch.stop()
+                        leg.succeeded()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(job, target, answer, self._clock)
                         await passage.carry(first, answer.content, self._timeouts.idle_s)
@@ -187,6 +206,23 @@ class UpstreamLegs:
         headers = leg_headers(job.request.headers, job.request_id)
         url = engine.url + job.request.path
         return self._session.post(url, data=body, headers=headers, allow_redirects=False)
+
+
+@contextmanager
+def _outcome(engine: UpstreamEngine) -> Iterator[LegOutcome]:
+    """Have the engine's circuit breaker learn what becomes of a leg. One that is late says nothing: it may
+    have waited for the other leg, and an engine that hangs answers no question for its health either."""
+    leg = engine.circuit.begin()
+    try:
+        yield leg
+    except UpstreamFailed as failure:
+        if failure.engine is engine and not failure.late:
+            leg.failed()
+        raise
+    except Refused:
+        leg.succeeded()  # it has worked
+        raise
+    leg.succeeded()
 
 
 class _Watch:

@@ -14,7 +14,8 @@ the decode engine.
 After a failure that the client has seen nothing of: another prefill engine, or none; another decode engine if
 there is one. Attempts are bounded in number, and in time but for one: a request whose prefill leg has failed
 goes on locally, however old it is. The legs' connections are closed first, which ends them. A decode engine
-that is pushed to would wait for a failed prefill leg for ever, so its leg is closed as well.
+that is pushed to would wait for a failed prefill leg for ever, so its leg is closed as well. An engine whose
+legs fail several times in a row rests for a while (`breaker.py`).
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class UpstreamRelay:
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
-        draft.charge = caller.charge()
+        draft.charge = await caller.charge(draft.because)
         raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
         fields = caller.salted(parse_body(raw))
         summary = summarize(fields, draft.endpoint)
@@ -124,7 +125,7 @@ class UpstreamRelay:
         if draft.model not in served:
             raise unknown_model(draft.model, served)
         if draft.charge.counts_tokens:
-            draft.charge.reserve(token_bound(fields, summary, served[draft.model] or UNKNOWN_CONTEXT))
+            await draft.charge.reserve(token_bound(fields, summary, served[draft.model] or UNKNOWN_CONTEXT))
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)
@@ -219,7 +220,8 @@ class UpstreamRelay:
         """The prefill engine, if the path needs one. When none is left, the path is local."""
         if job.draft.path == "local":
             return None
-        choice = _POLICIES.choose_prefill(self._view(job), job.draft.model, job.avoid)
+        avoid = job.avoid | self._fleet.resting()
+        choice = _POLICIES.choose_prefill(self._view(job), job.draft.model, avoid)
         if isinstance(choice, Reason):
             job.draft.because(choice)
             job.draft.path = "local"
@@ -228,10 +230,11 @@ class UpstreamRelay:
 
     async def _target(self, job: Job, holder: str | None = None) -> UpstreamEngine:
         """The decode engine, `holder` if that is as good. Raises RequestError (503) when there is none."""
-        choice = _POLICIES.choose_decode(self._view(job), job.draft.model, job.avoid, holder)
+        avoid = job.avoid | self._fleet.resting()
+        choice = _POLICIES.choose_decode(self._view(job), job.draft.model, avoid, holder)
         if isinstance(choice, Reason):
             await self._fleet.poll(self._fleet.decode)  # one that has just been started may be up
-            choice = _POLICIES.choose_decode(self._view(job), job.draft.model, job.avoid, holder)
+            choice = _POLICIES.choose_decode(self._view(job), job.draft.model, avoid, holder)
         if isinstance(choice, Reason):
             job.draft.because(choice)
             problems = "".join(f"; {engine}: {engine.problem}" for engine in self._fleet.decode)

@@ -6,53 +6,86 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
+from kvhandoff.core.clock import Sleep
 from kvhandoff.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 """Between two looks. Contents are compared, not times: an edit within a clock tick, or a secret that is
-swapped by its symlink, is seen too."""
+swapped by its symlink, is seen too, and not every way in which files get into containers keeps times."""
 
 _Value = TypeVar("_Value")
 
 
 class Watched(Generic[_Value]):
-    """What some files say. `load` reads them, and raises ConfigError when they can't be used."""
+    """What some files say. Used on the event loop's thread; the files are read beside it."""
 
-    def __init__(self, name: str, paths: Sequence[Path], load: Callable[[], _Value]) -> None:
-        """Raises ConfigError when the first content can't be used; `name`: the setting, for messages."""
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        load: Callable[[Sequence[bytes]], _Value],
+        *,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        """`load` gets what is in each of the files, and raises ConfigError when it can't be used; `name`: the
+        setting, for messages. Reads the files at once, and raises ConfigError when they can't be used."""
         self._name = name
         self._paths = paths
         self._load = load
-        self._seen = _digest(paths)  # before loading: the next look sees what changes in between
-        self.value = load()
+        self._sleep = sleep
+        self._seen: Sequence[bytes] | None = self._read()
+        self.value = load(self._seen)
         """By the last good content."""
+        self.problem: str | None = None
+        """Why the present content isn't it; None: it is."""
 
-    def look(self) -> None:
-        """Load the files again if they have changed; bad ones are logged and left aside."""
-        now = _digest(self._paths)
+    async def look(self) -> bool:
+        """Load the files again if they have changed; bad ones are logged, once, and left aside. Whether there
+        is a new value."""
+        try:
+            now = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            self._seen = None  # what stands there again, even the same, is taken again
+            self._refuse(error)
+            return False
         if now == self._seen:
-            return
+            return False
         self._seen = now
         try:
-            self.value = self._load()
+            self.value = self._load(now)
         except ConfigError as error:
-            log.error("%s; what was read before stays in force", error)
-        else:
-            log.info("%s: read again from %s", self._name, ", ".join(map(str, self._paths)))
+            self._refuse(error)
+            return False
+        self.problem = None
+        log.info("%s: read again from %s", self._name, ", ".join(map(str, self._paths)))
+        return True
+
+    async def changes(self) -> AsyncIterator[_Value]:
+        """Look now and then; each new value."""
+        while True:
+            await self._sleep(LOOK_EVERY_S)
+            if await self.look():
+                yield self.value
 
     async def follow(self) -> None:
         """Look now and then, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            self.look()
+        async for _ in self.changes():
+            pass
+
+    def _read(self) -> list[bytes]:
+        return [read_file(self._name, path) for path in self._paths]
+
+    def _refuse(self, error: ConfigError) -> None:
+        if str(error) != self.problem:
+            log.error("%s; what was read before stays in force", error)
+        self.problem = str(error)
 
 
 def watching(file: Watched[Any]) -> Callable[[web.Application], AsyncIterator[None]]:
@@ -76,16 +109,3 @@ def read_file(name: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{name}: {path} can't be read ({error.strerror})") from error
-
-
-def _digest(paths: Sequence[Path]) -> bytes:
-    """Of what is in them now; one that can't be read has no content."""
-    digest = blake2b()
-    for path in paths:
-        try:
-            content = path.read_bytes()
-        except OSError:
-            digest.update(b"-")
-        else:
-            digest.update(b"+%d:" % len(content) + content)
-    return digest.digest()
