@@ -20,7 +20,8 @@ import msgspec
 
 from benchmarks.deployment import POLL_S, Deployment
 from benchmarks.path_runs import Prompts
-from benchmarks.policy_runs import Client, Play, Seen, body_of, headers_of, records
+from benchmarks.policy_figures import records
+from benchmarks.policy_runs import Client, Play, Seen, body_of, headers_of
 from benchmarks.report import Goal, at_most, in_turn
 from kvhandoff.core.phases import Phase
 from kvhandoff.router.policy import EngineView, FleetView, Path, PathChoice, expected_costs

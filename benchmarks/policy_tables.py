@@ -73,6 +73,7 @@ def _binding_row(binding: Binding, played: Sequence[Play], base: Sequence[Play])
     kept = records(played)
     fell = sum(fallbacks(played).values())
     early = early_share(played)
+    imbalance = [value for play in played for value in play.imbalance]
     queued = statistics.mean(record.phases.get(Phase.DECODE_QUEUE, 0.0) for record in kept)
     return [
         *(binding, str(len(kept)), f"{over_scenes(played, ttfts, 50):.3f}"),
@@ -86,7 +87,7 @@ def _binding_row(binding: Binding, played: Sequence[Play], base: Sequence[Play])
         f"{unused_bytes(played) / 1e6:.0f}",
         "" if early is None else f"{early:.2f}",
         f"{queued:.3f}",
-        f"{statistics.mean(value for play in played for value in play.imbalance):.2f}",
+        f"{statistics.mean(imbalance):.2f}" if imbalance else "",
         _ms(over_scenes(played, others_tpots, 99)),
     ]
 

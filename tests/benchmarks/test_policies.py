@@ -43,7 +43,7 @@ from benchmarks.policy_figures import (
     unused_bytes,
     why_unequal,
 )
-from benchmarks.policy_plot import page
+from benchmarks.policy_plot import page, plot
 from benchmarks.policy_runs import (
     BINDINGS,
     ROUTERS,
@@ -402,6 +402,14 @@ def test_the_page_has_every_table_and_goal() -> None:
         assert line in text, text
 
 
+def test_the_picture_has_every_binding_and_part(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(bindings(), tmp_path / "p.svg")
+    text = (tmp_path / "p.svg").read_text()
+    for label in (*BINDINGS, *PARTS, "client", "TTFT", "TPOT"):
+        assert f"<!-- {label} -->" in text
+
+
 # --------------------------------------------------------------------------------------------- on processes
 
 SMALL = SHAPE | {
@@ -457,7 +465,7 @@ def test_on_processes(tmp_path: Path) -> None:
                 assert WAYS[binding].path in ("auto", one.record.path) or one.record.rebound
                 assert sum(parts(one).values()) == pytest.approx(one.ttft_s)
             assert len(each.others) == 4
-            assert each.imbalance
+            assert all(1 <= value <= 2 for value in each.imbalance)
     assert other_answers(plays, "late") == 0
     assert unused_bytes(plays["early"]) == unused_bytes(plays["late"]) == 0
     [found] = [verdict(each, 16, "benchmarked") for each in measured]
