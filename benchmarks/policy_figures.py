@@ -28,10 +28,11 @@ COVERAGE = 0.9
 
 Measure = Callable[[Play], Sequence[float]]
 """Seconds of each probe (or other request) of a play."""
-Part = Literal["router", "prefill", "D queue", "handoff", "first", "network", "client"]
+Part = Literal["router", "moved", "prefill", "D queue", "handoff", "first", "network", "client"]
 
 PARTS: Mapping[Part, tuple[Phase, ...]] = {
-    "router": (Phase.ROUTE, Phase.RETRY, Phase.BIND),
+    "router": (Phase.ROUTE, Phase.BIND),
+    "moved": (Phase.RETRY,),
     "prefill": (
         Phase.PREFILL_TOKENIZE,
         Phase.PREFILL_QUEUE,
@@ -44,7 +45,8 @@ PARTS: Mapping[Part, tuple[Phase, ...]] = {
     "first": (Phase.RECOMPUTE, Phase.FIRST_STEP),
     "network": (Phase.PREFILL_NETWORK, Phase.DECODE_NETWORK),
 }
-"""Of a pushed prompt, `prefill` is what its decode engine waits for it after having queued for blocks; of a
+"""`moved`: with a decode engine that was left while prefill went on, or in an attempt that failed. Of a
+pushed prompt, `prefill` is what its decode engine waits for it after having queued for blocks; of a
 local one it is nothing, and `first` is all of its computing."""
 
 

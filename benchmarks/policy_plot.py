@@ -46,9 +46,11 @@ def _bars(axis: Any, means: Mapping[Binding, Mapping[Part, float]]) -> None:
     axis.legend()
 
 
-def page(reports: Sequence[Report], picture: str) -> str:
+def page(reports: Sequence[Report], picture: str | None) -> str:
     """All tables and goals in Markdown."""
-    lines = ["# Policy study", "", f"![TTFT, TPOT and where the slowest tenth's time went]({picture})"]
+    lines = ["# Policy study"]
+    if picture is not None:
+        lines += ["", f"![TTFT, TPOT and where the slowest tenth's time went]({picture})"]
     for report in reports:
         lines += ["", f"## {report.name.capitalize()}", "", *report.title.split("\n"), ""]
         lines += [_line(report.columns), _line(["---"] * len(report.columns)), *map(_line, report.rows)]

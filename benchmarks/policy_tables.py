@@ -131,8 +131,8 @@ def parts_report(setup: Setup, plays: Mapping[Binding, Sequence[Play]]) -> Repor
     report = Report(
         name="costs of bindings",
         title="What each binding costs: where a probe's TTFT goes, in ms; means, which add up.\n"
-        "prefill: queue and computing on the prefill engine, or waiting for it; slowest: the tenth of the "
-        "probes with the longest TTFT.",
+        "prefill: queue and computing on the prefill engine, or waiting for it; moved: with a decode engine "
+        "that was left, while\nprefill went on; slowest: the tenth of the probes with the longest TTFT.",
         columns=("binding", "probes", "TTFT", *mean_parts(slowest_tenth(plays[BASE]))),
         conditions=setup.conditions(),
     )

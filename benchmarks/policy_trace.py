@@ -2,7 +2,8 @@
 
 A scene is some seconds of two kinds of traffic, each an open loop (sent at its time, answered or not):
 
-    probes    a client's requests, to the router: long prompts, Poisson arrivals. They are what is measured
+    probes    clients' requests, to the router: long prompts, some at a time, as of an agent that asks several
+              things at once; Poisson arrivals of such groups. They are what is measured
     others    requests that come to a decode engine from elsewhere, as from another router: in bursts. Each
               burst heats one engine, and the next one another, so that the engine which was the best choice
               when a probe's prefill began is often the worst one when it ends
@@ -35,7 +36,9 @@ class Load:
     """How much of both comes."""
 
     scene_s: float
-    probes_per_s: float
+    groups_per_s: float
+    group_probes: int
+    """Probes that are sent at once; so the prefill engine takes one after the other, each longer bound."""
     probe_tokens: tuple[int, int]
     """Of a probe's prompt: at least, at most."""
     probe_answer: int
@@ -73,7 +76,8 @@ def make_scene(load: Load, vocab_size: int, seed: int, index: int) -> Scene:
     ids = range(vocab_size // 50, vocab_size)  # special tokens come first
     arrivals = [
         Arrival(at_s, None, rng.choices(ids, k=rng.randint(*load.probe_tokens)), load.probe_answer)
-        for at_s in _poisson(rng, load.probes_per_s, load.scene_s)
+        for at_s in _poisson(rng, load.groups_per_s, load.scene_s)
+        for _ in range(load.group_probes)
     ]
     heated = rng.randrange(load.engines)
     for start in _steps(load.burst_every_s, load.scene_s):
@@ -92,10 +96,12 @@ def make_scene(load: Load, vocab_size: int, seed: int, index: int) -> Scene:
 
 def _poisson(rng: random.Random, rate: float, until_s: float) -> list[float]:
     """Times of a Poisson process; one at least."""
-    times = [rng.expovariate(rate)]
-    while (later := times[-1] + rng.expovariate(rate)) < until_s:
-        times.append(later)
-    return times
+    times: list[float] = []
+    now = rng.expovariate(rate)
+    while now < until_s:
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times or [rng.uniform(0, until_s)]
 
 
 def _steps(every_s: float, until_s: float) -> list[float]:

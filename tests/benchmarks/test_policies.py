@@ -82,17 +82,17 @@ def test_probes_come_at_their_rate_with_prompts_of_their_own() -> None:
     scenes = [make_scene(LOAD, VOCABULARY, 0, index) for index in range(100)]
     probes = [a for scene in scenes for a in scene.arrivals if a.engine is None]
     assert sum(scene.probes for scene in scenes) == len(probes)
-    assert len(probes) == pytest.approx(100 * LOAD.scene_s * LOAD.probes_per_s, rel=0.1)
+    assert len(probes) == pytest.approx(100 * LOAD.scene_s * LOAD.groups_per_s * LOAD.group_probes, rel=0.1)
     least, most = LOAD.probe_tokens
     assert all(least <= len(probe.prompt) <= most for probe in probes)
-    assert all(0 <= probe.at_s < LOAD.scene_s for scene in scenes for probe in scene.arrivals[:-1])
+    assert all(0 <= probe.at_s < LOAD.scene_s for scene in scenes for probe in scene.arrivals)
     assert len({tuple(arrival.prompt) for scene in scenes for arrival in scene.arrivals}) == sum(
         len(scene.arrivals) for scene in scenes
     )
 
 
 def test_a_scene_has_a_probe_however_short_it_is() -> None:
-    assert make_scene(replace(LOAD, scene_s=1e-9), VOCABULARY, 0, 0).probes == 1
+    assert make_scene(replace(LOAD, scene_s=1e-9), VOCABULARY, 0, 0).probes == LOAD.group_probes
 
 
 def test_each_burst_heats_another_engine_than_the_one_before() -> None:
@@ -420,7 +420,8 @@ SMALL = SHAPE | {
 }
 SHORT = Load(
     scene_s=1.2,
-    probes_per_s=4.0,
+    groups_per_s=2.0,
+    group_probes=2,
     probe_tokens=(100, 200),
     probe_answer=4,
     burst_every_s=0.6,
