@@ -75,7 +75,7 @@ def main() -> None:
         transport=options.transport,
         threads=1,
         kv_gib=0.25,
-        decode_kv_gib=0.06,
+        decode_kv_gib=0.125,
         chunk=512,
         prefill_cache=False,
         decode_cache=False,
