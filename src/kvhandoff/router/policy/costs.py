@@ -15,18 +15,23 @@ from dataclasses import dataclass, replace
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.records import LegRecord
 from kvhandoff.router.policy.estimates import Estimate
+from kvhandoff.router.policy.speed import Speed
 
 MIN_TOKENS = 64
 """A leg that computed fewer says more of its fixed costs than of its speed, and a shorter prompt more of its
 template than of its text."""
 
 
+_PRIOR_SPEED = Speed.same(Estimate(1 / 2000))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCosts:
     """One engine's. Seconds, tokens and bytes."""
 
-    compute_s: Estimate = Estimate(1 / 2000)
-    """Per prompt token. Prior: 2000 tokens/s, about what a 135M model does on two cores."""
+    compute_s: Speed = _PRIOR_SPEED
+    """Per prompt token, by what stands before it. Prior: 2000 tokens/s, about what a 135M model does on two
+    cores."""
     read_s: Estimate = Estimate(1 / 2e9)
     """Per byte that another engine's KV takes to get here. Prior: 2 GB/s, the low end of NIXL's measured raw
     copies on one host; a 25 Gbit/s network has 3."""
@@ -52,7 +57,9 @@ def learn(costs: EngineCosts, leg: LegRecord) -> EngineCosts:
     if leg.computed_tokens >= MIN_TOKENS:
         computing = phases.get(Phase.PREFILL_COMPUTE if leg.leg == "prefill" else Phase.RECOMPUTE)
         if computing is not None:
-            costs = replace(costs, compute_s=costs.compute_s.observe(computing / leg.computed_tokens))
+            middle = leg.cached_tokens + leg.transferred_tokens + leg.computed_tokens / 2
+            speed = costs.compute_s.observe(middle, computing / leg.computed_tokens)
+            costs = replace(costs, compute_s=speed)
     if not leg.bytes or not leg.transferred_tokens:
         return costs
     costs = replace(costs, token_bytes=costs.token_bytes.observe(leg.bytes / leg.transferred_tokens))

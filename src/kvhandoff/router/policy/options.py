@@ -3,8 +3,8 @@
 With `q` the tokens that an engine computes first, `n` those of this prompt that it computes itself, `m` those
 whose KV moves forward, `h` those that return, and an engine's measured costs (`costs.py`):
 
-    queue           q × compute_s                               of the engine that computes the prompt
-    compute         n × compute_s
+    queue           q × compute_s, of its mean prompt           of the engine that computes the prompt
+    compute         n × compute_s, at their middle
     return          pull_s + h × token_bytes × read_s           of the same, with the history fetched
     wire      pull  m × token_bytes × read_s                    of the decode engine
               push  of the last chunk, or of what can't be hidden behind computing if that is more
@@ -167,12 +167,12 @@ class _Model:
         engine, own = self._decode, self._at_decode
         if path != "local":
             engine, own = self._prefill, self._at_prefill
-        speed = self._measured(engine, lambda costs: costs.compute_s)
-        token_s = speed.value
         returned = self._kept - own if returning else 0
-        computing = (self._tokens - own - returned) * token_s
+        computed = self._tokens - own - returned
+        computing = computed * self._token_s(engine, own + returned + computed / 2).value
+        ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
         cost = Cost(
-            queue=engine.queue * token_s if speed.n else 0.0,
+            queue=engine.queue * ahead.value if ahead.n else 0.0,
             compute=computing,
             returning=self._return_s(engine, returned) if returning else 0.0,
         )
@@ -187,6 +187,9 @@ class _Model:
         unhidden_s = self._wire_s(self._decode, moved) - computing
         push_s = self._measured(self._decode, lambda costs: costs.push_s).value
         return cost._replace(wire=max(tail_s, unhidden_s), coordination=push_s)
+
+    def _token_s(self, engine: EngineView, context: float) -> Estimate:
+        return self._measured(engine, lambda costs: costs.compute_s.at(context))
 
     def _return_s(self, engine: EngineView, tokens: int) -> float:
         return self._measured(engine, lambda costs: costs.pull_s).value + self._wire_s(engine, tokens)

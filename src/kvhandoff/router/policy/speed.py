@@ -1,0 +1,53 @@
+"""How long a token takes to compute, learned apart for each length of what stands before it: a value.
+
+Attention reads all of it, so that a token late in a long prompt costs several times an early one: with
+SmolLM2-135M on two cores 1.3 ms a token over a prompt of 1,000 tokens, 3.6 ms over one of 8,000, and 7 ms for
+a turn of 100 after those. A short prompt pays for its steps more than for its tokens. One figure for all
+lengths is wrong for most of them. The bands double, as what is to be told apart does; of a band that has not
+been measured, the nearest one that has speaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhandoff.router.policy.estimates import Estimate
+
+FIRST = 64
+"""Tokens: the first band ends here, each other one at twice the end of the one before it."""
+BANDS = 12
+"""The last has no end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds per token by band."""
+
+    bands: tuple[Estimate, ...]
+
+    @classmethod
+    def same(cls, estimate: Estimate) -> Speed:
+        """Whatever stands before."""
+        return cls((estimate,) * BANDS)
+
+    @property
+    def n(self) -> int:
+        """Observations in all."""
+        return sum(estimate.n for estimate in self.bands)
+
+    def at(self, context: float) -> Estimate:
+        """For a token with so many before it; over a run of tokens, take those before the middle one."""
+        band = _band(context)
+        measured = [index for index, estimate in enumerate(self.bands) if estimate.n]
+        return self.bands[min(measured, key=lambda index: abs(index - band), default=band)]
+
+    def observe(self, context: float, value: float) -> Speed:
+        """With one more observation; the first one of a band starts from what was thought of it."""
+        band = _band(context)
+        known = self.bands[band]
+        start = known if known.n else Estimate(self.at(context).value, 0, known.above)
+        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]))
+
+
+def _band(context: float) -> int:
+    return min(int(context // FIRST).bit_length(), BANDS - 1)
