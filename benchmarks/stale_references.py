@@ -51,15 +51,7 @@ BLOCKS = 14
 """Of the prefill engine, 128 tokens each: few, so that they are soon used again."""
 DEADLINE_S = 180.0
 """Of a scene. Upstream as shipped takes up to 20 s for a transfer on two cores."""
-COLUMNS = (
-    "scene",
-    "system",
-    "right text",
-    "what came",
-    "HTTP",
-    "verdict",
-    "what the record, or the log, says",
-)
+COLUMNS = ("scene", "system", "right text", "what came", "HTTP", "verdict", "what record or log says")
 VERDICT = COLUMNS.index("verdict")
 
 
