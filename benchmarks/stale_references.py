@@ -157,7 +157,7 @@ def shortcomings(played: Sequence[Played]) -> list[str]:
         if each.verdict != "right text":
             found.append(f"{each.scene}: {each.verdict}")
         elif SCENES[each.scene].account not in each.reason:
-            found.append(f"{each.scene}: its record says {each.reason!r}, not {SCENES[each.scene].account!r}")
+            found.append(f"{each.scene}: its record says '{each.reason}', not '{SCENES[each.scene].account}'")
     return found
 
 
