@@ -33,6 +33,8 @@ LOGS = Path("build/bench/logs")
 PYTHON_ENV = "KVHANDOFF_VLLM_PYTHON"
 DEFAULT_PYTHON = ".venv-vllm/bin/python"
 ROOT = Path(__file__).parents[1]
+CALM = Path(__file__).parent / "calm"
+"""Its sitecustomize has vLLM's processes sleep, for a moment, where they spin while they wait for each other."""
 
 
 class EngineFailed(KVHandoffError):
@@ -60,6 +62,8 @@ class VllmSettings:
     kv_gib: int = 1
     """Of each engine."""
     prefix_cache: bool = True
+    calm: bool = False
+    """See CALM. For engines of every kind alike."""
 
     def arguments(self) -> list[str]:
         """The command line of an engine, but for its port and its connector."""
@@ -72,7 +76,8 @@ class VllmSettings:
 
     def environment(self) -> dict[str, str]:
         """Of engines on a machine without a GPU. What the caller has set stays."""
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        added = [os.environ.get("PYTHONPATH"), *([str(CALM)] if self.calm else []), str(ROOT)]
+        path = os.pathsep.join(filter(None, added))
         chosen = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": path}
         usual = {
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib),
@@ -92,6 +97,7 @@ class VllmSettings:
             "threads_of_each_engine": self.threads,
             "prefix_cache": self.prefix_cache,
             "kv_gib_of_each_engine": self.kv_gib,
+            "calm": self.calm,
         }
 
 
