@@ -32,6 +32,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,9 @@ def cells(played: Sequence[Played]) -> list[tuple[str, ...]]:
             *(each.scene, each.system, _shown(each.right), _shown(each.came)),
             *("-" if each.status is None else str(each.status), each.verdict, each.reason),
         )
-        for scene in SCENES
+        for scene, system in product(SCENES, systems())
         for each in played
-        if each.scene == scene
+        if (each.scene, each.system) == (scene, system)
     ]
 
 

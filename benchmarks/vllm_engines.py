@@ -34,7 +34,7 @@ PYTHON_ENV = "KVHANDOFF_VLLM_PYTHON"
 DEFAULT_PYTHON = ".venv-vllm/bin/python"
 ROOT = Path(__file__).parents[1]
 CALM = Path(__file__).parent / "calm"
-"""Its sitecustomize has vLLM's processes sleep, for a moment, where they spin while they wait for each other."""
+"""Its sitecustomize has vLLM's processes sleep where they spin while they wait for each other."""
 
 
 class EngineFailed(KVHandoffError):
