@@ -90,8 +90,8 @@ async def recycled(system: System) -> tuple[str, Served]:
 
 
 async def another_prompt(system: System) -> tuple[str, Served]:
-    reference, _ = await system.prefill(story("silver"))
-    prompt = story("dragon", first="Once more. ")  # not a token at the same place
+    reference, _ = await system.prefill(story("silver", first="Good day. "))
+    prompt = story("dragon", first="Once more. ")  # as long, and another one from its first token on
     return prompt, await system.decode(prompt, reference)
 
 
