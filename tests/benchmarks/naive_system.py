@@ -16,6 +16,7 @@ class Naive(System):
         self.memory: dict[int, str] = {}
         self.made = 0
         self.steps: list[str] = []
+        self.begun = False
 
     async def prefill(self, prompt: str, history: Reference | None = None) -> tuple[Reference, str]:
         self.steps.append("prefill" if history is None else "prefill with history")
@@ -36,7 +37,11 @@ class Naive(System):
         self.steps.append("compute")
         self.memory = dict.fromkeys(self.memory, prompt)
 
+    def begin(self) -> None:
+        self.begun = True
+
     async def death(self) -> str | None:
+        assert self.begun, "nobody knows what is of this scene"
         return None
 
 

@@ -36,6 +36,11 @@ async def test_unverified_references_are_found_out() -> None:
     }
 
 
+async def test_another_prompts_secret_is_told() -> None:
+    row = await played(Naive(), "another prompt")
+    assert (row.came, row.right, row.status) == (" silver", " dragon", 200)
+
+
 async def test_verified_references_give_the_right_text() -> None:
     rows = [await played(Naive(verified=True), scene) for scene in SCENES]
     assert {(each.verdict, each.status) for each in rows} == {("right text", 200)}
@@ -147,6 +152,12 @@ def test_the_edit_is_beyond_the_first_block() -> None:
     """So that a part of the history still matches: a block is 128 tokens, a word at least one."""
     before, after = story("monkey").split(), story("bottle").split()
     assert before.index("monkey.") == after.index("bottle.") > 128
+
+
+def test_another_prompt_is_as_long_and_another_from_its_first_word_on() -> None:
+    own, other = story("silver", first="Good day. ").split(), story("dragon", first="Once more. ").split()
+    assert len(own) == len(other)
+    assert own[0] != other[0]
 
 
 def test_the_longer_prompt_has_a_block_more() -> None:
