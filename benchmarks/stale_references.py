@@ -77,14 +77,21 @@ async def run(
 ) -> None:
     """Play the scenes on each system in turn, and report each when it has been played. A pair that has lost
     an engine is started again. Raises EngineFailed when one doesn't start."""
-    timeout = aiohttp.ClientTimeout(total=None)  # the deadline is the scene's
     for name in chosen:
         kind, made = systems()[name]
         left = deque(scenes)
         while left:
             console.print(f"{name}: two vLLM engines are started")
-            async with pair(settings, kind) as engines, aiohttp.ClientSession(timeout=timeout) as session:
+            async with pair(settings, kind) as engines, _session() as session:
                 await play_on(made(engines, session, MAX_TOKENS), left, deadline_s, report)
+
+
+def _session() -> aiohttp.ClientSession:
+    """The deadline is the scene's. No connection is used again: one that the server had just closed for being
+    idle would look like a death."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(force_close=True)
+    )
 
 
 async def play_on(system: System, left: deque[str], deadline_s: float, report: Report) -> None:
