@@ -115,6 +115,11 @@ class EngineSpec:
     arguments: Sequence[str] = ()
     """Beyond those of all engines; they win."""
 
+    @property
+    def log(self) -> Path:
+        """Where its output goes; begun anew at each start."""
+        return LOGS / f"{self.name}.log"
+
 
 @dataclass(frozen=True)
 class Running:
@@ -156,7 +161,6 @@ async def engines(settings: VllmSettings, specs: Sequence[EngineSpec]) -> AsyncI
 class _Process:
     spec: EngineSpec
     url: str
-    log: Path
     process: asyncio.subprocess.Process
 
     async def healthy(self) -> Running:
@@ -179,8 +183,8 @@ class _Process:
             return False  # it doesn't listen yet
 
     def _failed(self, what: str) -> EngineFailed:
-        last = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-        return EngineFailed(f"{self.spec.name} {what}; all of its output is in {self.log}:\n{last}")
+        last = "\n".join(self.spec.log.read_text(errors="replace").splitlines()[-15:])
+        return EngineFailed(f"{self.spec.name} {what}; all of its output is in {self.spec.log}:\n{last}")
 
     async def stop(self) -> None:
         """End it and whatever it has started."""
@@ -198,13 +202,12 @@ class _Process:
 @asynccontextmanager
 async def _process(settings: VllmSettings, spec: EngineSpec) -> AsyncIterator[_Process]:
     port = free_port()
-    log = LOGS / f"{spec.name}.log"
     transfer = [] if spec.transfer is None else ["--kv-transfer-config", json.dumps(spec.transfer)]
     command = [
         *(settings.python, "-m", "vllm.entrypoints.openai.api_server", *settings.arguments()),
         *("--host", "127.0.0.1", "--port", str(port), *transfer, *spec.arguments),
     ]
-    with log.open("wb") as output:
+    with spec.log.open("wb") as output:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -219,7 +222,7 @@ async def _process(settings: VllmSettings, spec: EngineSpec) -> AsyncIterator[_P
                 f"vllm-python: got {settings.python!r}, which was not found; allowed is the interpreter of "
                 f"an environment with vLLM (--vllm-python, ${PYTHON_ENV})"
             ) from error
-    running = _Process(spec, f"http://127.0.0.1:{port}", log, process)
+    running = _Process(spec, f"http://127.0.0.1:{port}", process)
     try:
         yield running
     finally:
