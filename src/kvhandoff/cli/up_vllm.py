@@ -42,6 +42,7 @@ def vllm_children(
     *,
     on_miss: MissOption,
     log_level: str,
+    seeing: Sequence[str],
 ) -> list[Child]:
     """One child for each (role, name) of `engines`. Raises ConfigError for what vLLM's can't be told so."""
     for name in _EMBEDDED_ONLY:
@@ -68,7 +69,7 @@ def vllm_children(
         arguments = [
             *("vllm-engine", "--role", role, "--engine-id", name, "--model", engine.model),
             *("--model-name", model, "--internal-port", str(engine.internal_port)),
-            *("--vllm-command", command, "--log-level", log_level, "--", *engine.arguments),
+            *("--vllm-command", command, *seeing, "--", *engine.arguments),
         ]
         added = engine_environment(environment, index, len(engines))
         children.append(Child(name, arguments, {**environment, **added}))

@@ -59,6 +59,12 @@ class EngineMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.spans = Counter(
+            "kvhandoff_engine_spans",
+            "OpenTelemetry spans that the collector has taken ('exported'), or that were lost on the way",
+            ["result"],
+            registry=registry,
+        )
         self._blocks = Gauge("kvhandoff_engine_blocks", "KV blocks, by state", ["state"], registry=registry)
         self._requests = Gauge(
             "kvhandoff_engine_requests", "Requests, by state", ["state"], registry=registry
