@@ -144,14 +144,20 @@ class _Counted(SpanExporter):
 
 
 class _Words(logging.Filter):
-    """Keeps the exporter library's own lines, one for each try, out of the log; the last one's words are in
-    ours. A query string may hold a key."""
+    """Keeps the exporter library's own lines, one for each try, out of the log, and their words for ours: the
+    error that a batch ends with, and what went wrong before that was worth another try."""
 
     last = ""
+    _before = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
-        self.last = re.sub(r"\?[^\s)'\"]*", "?…", record.getMessage())
+        words = re.sub(r"\?[^\s)'\"]*", "?…", record.getMessage())  # a query string may hold a key
+        if record.levelno < logging.ERROR:
+            self._before = words
+        else:
+            self.last = " ".join(filter(None, [words, self._before]))
+            self._before = ""
         return False
 
 
