@@ -221,7 +221,7 @@ class HandoffAgent(Generic[_Core]):
         """See `api.HandoffSide`."""
         counts = self.core.load()
         requests = {state: counts[state] for state in ("running", "waiting", "loading")}
-        return self._metrics.render(self.blocks(), requests)
+        return self._metrics.render(self.blocks(), requests, self._running_node.leases())
 
     # ---------------------------------------------------------------------- api.KVHooks (engine's thread)
 
