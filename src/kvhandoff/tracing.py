@@ -15,7 +15,6 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Final
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -31,9 +30,6 @@ from kvhandoff.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
-"""W3C Trace Context: https://www.w3.org/TR/trace-context/"""
-
 FLUSH_S = 2.0
 """At the end of the process, what is still queued has so long to be sent."""
 
@@ -41,6 +37,7 @@ _QUEUE = 2048
 """Spans; OpenTelemetry's default."""
 
 _propagator = TraceContextTextMapPropagator()
+"""Of W3C Trace Context: https://www.w3.org/TR/trace-context/"""
 
 
 class Tracing:
@@ -177,7 +174,7 @@ def _resource(service: str, instance: str) -> Resource:
 def context_of(headers: Mapping[str, str]) -> Context:
     """The trace that a request is part of; an empty one where it has none, or what it has is malformed."""
     return _propagator.extract(
-        {name: headers[name] for name in CONTEXT_HEADERS if name in headers}, Context()
+        {name: headers[name] for name in _propagator.fields if name in headers}, Context()
     )
 
 

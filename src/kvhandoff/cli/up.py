@@ -69,7 +69,7 @@ def up(
 ) -> None:
     """Serve a model through prefill engines, decode engines and a router on this machine."""
     set_up_logging(log_level, log_format, "up")
-    traces_endpoint(traces)  # whether it can be used, before anything is started
+    spans_to = traces_endpoint(traces)  # whether it can be used, before anything is started
     seeing = [*("--log-level", log_level), *("--log-format", log_format)]
     traced = [] if traces is None else ["--traces", traces]
     check_port(host, port)
@@ -106,6 +106,7 @@ def up(
             on_miss=on_miss,
             log_level=log_level,
             seeing=seeing,
+            traces=spans_to,
         )
 
     def router(urls: list[str]) -> Child:
