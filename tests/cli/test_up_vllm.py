@@ -32,7 +32,7 @@ async def up(*arguments: str, **environment: str) -> Any:
         *(sys.executable, "-m", "kvhandoff", "up", "--port", "0", "--engine", "vllm"),
         *("--model", "some/model", "--vllm-command", FAKE, *arguments),
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment},
     )
     running = Up(process)
     try:

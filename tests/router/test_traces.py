@@ -302,6 +302,20 @@ async def test_a_slow_collector_holds_up_nothing(
     assert spans.spans == []
 
 
+async def test_the_queue_empties(cluster: Any, spans: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been sent makes room for what comes: nothing is lost by a collector that keeps up."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "12")  # the spans of one request
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "12")
+    async with cluster(traces=spans.url, path="pull") as c:
+        for sent in (1, 2, 3):
+            await c.record((await c.post(c.body()))[1]["id"])
+            await spans.has(lambda sent=sent: len(spans.spans) == sent * 12)  # type: ignore[misc]
+            async with asyncio.timeout(20):
+                while f'spans_total{{result="exported"}} {sent * 12}.0' not in await c.text("/metrics"):
+                    pass  # the answer is not back yet
+        assert await lost(c) == 0
+
+
 async def test_without_traces_the_clients_context_passes_through(cluster: Any) -> None:
     async with cluster(path="pull") as c:
         _, answer = await c.post(c.body(), headers=PARENTED)
