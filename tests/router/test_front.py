@@ -282,6 +282,7 @@ async def test_metrics(cluster: Any) -> None:
             _, answer = await c.post(c.body(), headers={"x-kvhandoff-path": path})
             await c.record(answer["id"])
         c.p.script = failing(500)
+        # Forced too: what a loaded machine has taught the cost model may make it push.
         await c.post(c.chat_body(), path="/v1/chat/completions", headers={"x-kvhandoff-path": "pull"})
         await c.post({"model": "unknown"})
         page = await c.text("/metrics")
