@@ -90,7 +90,7 @@ class UpstreamRelay:
         status = CLIENT_LEFT
         try:
             job = await self._admit(request, draft, timer)
-            log.info("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
+            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
             response, status = await self._attempts(job)
         except Refused as refused:
             status = refused.answer.status
