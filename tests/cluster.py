@@ -79,6 +79,7 @@ async def engine(
     control: str = "tcp://127.0.0.1:0",
     wrap_plane: Callable[[DataPlane], DataPlane] | None = None,
     clock: Clock = monotonic,
+    traces: str | None = None,
     **core_options: Any,
 ) -> AsyncIterator[LiveEngine]:
     """An engine, running. `wrap_plane` may put something between the mover and the data plane; `clock` is all
@@ -107,9 +108,13 @@ async def engine(
     core.hooks = agent
     await agent.start()
     core.start()
-    server = await serve_engine(
-        create_app(agent, core, TextProcessor.load(model_dir), MODEL), "127.0.0.1", port, shutdown_s=0.5
-    )
+    tracing, middlewares = AsyncExitStack(), []
+    if traces is not None:
+        from kvhandoff.embedded.traces import trace_engine
+
+        middlewares.append(await tracing.enter_async_context(trace_engine(agent, traces, MODEL)))
+    app = create_app(agent, core, TextProcessor.load(model_dir), MODEL, middlewares=middlewares)
+    server = await serve_engine(app, "127.0.0.1", port, shutdown_s=0.5)
     closed = False
 
     async def close() -> None:
@@ -120,6 +125,7 @@ async def engine(
         await server.close()
         await asyncio.to_thread(core.close)
         await agent.close()
+        await tracing.aclose()
 
     live = LiveEngine(role, f"http://127.0.0.1:{server.port}", agent, core, runner, region, close)
     try:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from prometheus_client import Counter
 
 from kvhandoff.core.reasons import Reason
+from kvhandoff.engine.metrics import EngineMetrics
 from kvhandoff.handoff.messages import Body
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import Ticket
+from kvhandoff.router.metrics import RouterMetrics
 from tests.handoff.tables.table import MODULES, rows_of
 
 TESTS = Path(__file__).parent
@@ -91,6 +94,24 @@ def test_what_upholds_a_rule_is_code() -> None:
         bodies = [body for body in source if re.search(rf"^class {owner}\b", body, re.MULTILINE)]
         if not any(re.search(rf"\b(def {member}\(|{member}: )", body) for body in bodies):
             missing.append(f"{owner}.{member}")
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "metrics"), [("kvhandoff_router_", RouterMetrics), ("kvhandoff_engine_", EngineMetrics)]
+)
+def test_every_metric_is_explained(prefix: str, metrics: Any) -> None:
+    """Under the router's or the engine's heading, with its labels."""
+    text = (DOCS / "operations.md").read_text()
+    table = text[text.index(f"`{prefix}…`") :]
+    table = table[: table.index("\n\n")]
+    missing = []
+    for collector in metrics()._registry._collector_to_names:
+        name = collector._name.removeprefix(prefix)
+        name += "_total" if isinstance(collector, Counter) else ""
+        shown = f"{name}{{{','.join(collector._labelnames)}}}" if collector._labelnames else name
+        if f"`{shown}`" not in table:
+            missing.append(shown)
     assert missing == []
 
 

@@ -10,13 +10,13 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "kvhandoff"
 
-BELOW: dict[str, set[str]] = {"core": set(), "web": {"core"}}
+BELOW: dict[str, set[str]] = {"core": set(), "web": {"core"}, "tracing": {"core"}}
 BELOW["transport"] = {"core"}
 BELOW["handoff"] = {"core", "transport"}
 BELOW["engine"] = BELOW["handoff"] | {"handoff", "web"}
-BELOW["embedded"] = BELOW["engine"] | {"engine"}
+BELOW["embedded"] = BELOW["engine"] | {"engine", "tracing"}
 BELOW["vllm"] = BELOW["engine"] | {"engine"}
-BELOW["router"] = BELOW["handoff"] | {"handoff", "web"}
+BELOW["router"] = BELOW["handoff"] | {"handoff", "web", "tracing"}
 BELOW["cli"] = {"router", "embedded", "vllm", *BELOW["embedded"]}
 
 HEAVY = {
@@ -24,6 +24,7 @@ HEAVY = {
     "transformers": {"embedded"},
     "vllm": {"vllm"},
     "nixl_cu12": {"transport"},
+    "opentelemetry": {"tracing", "embedded", "router", "cli"},
 }
 
 
@@ -37,7 +38,7 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "web")
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem in BELOW)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

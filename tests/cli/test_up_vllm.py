@@ -32,7 +32,7 @@ async def up(*arguments: str, **environment: str) -> Any:
         *(sys.executable, "-m", "kvhandoff", "up", "--port", "0", "--engine", "vllm"),
         *("--model", "some/model", "--vllm-command", FAKE, *arguments),
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment},
     )
     running = Up(process)
     try:
@@ -67,7 +67,8 @@ async def facts(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 @pytest.mark.processes
 async def test_up_serves_restarts_and_ends() -> None:
-    arguments = ("--", "--enforce-eager", "--max-model-len", "512")
+    traces = ("--traces", "http://127.0.0.1:9")
+    arguments = (*traces, "--", "--enforce-eager", "--max-model-len", "512")
     async with up(*arguments, OMP_NUM_THREADS="7", CUDA_VISIBLE_DEVICES="") as running:
         urls = await serving(running)
         assert set(children(running.process.pid)) == {"prefill-0", "decode-0", "router"}
@@ -79,12 +80,14 @@ async def test_up_serves_restarts_and_ends() -> None:
                 words = told["arguments"]
                 assert words[:4] == ["serve", "some/model", "--served-model-name", "some/model"]
                 assert words[-9:-6] == ["--enforce-eager", "--max-model-len", "512"]
+                assert words[-11:-9] == ["--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces"]
                 transfer = json.loads(words[-1])
                 assert (transfer["kv_connector"], transfer["kv_role"]) == ("KVHandoffConnector", "kv_both")
                 assert transfer["engine_id"] == name
                 assert transfer["kv_connector_extra_config"] == {"role": name.partition("-")[0]}
                 found = told["environment"]
                 assert found["OMP_NUM_THREADS"] == "7"  # the user's
+                assert found["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
                 assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
                 assert found["VLLM_CPU_KVCACHE_SPACE"] == "1"
                 assert len(found["KVHANDOFF_CLUSTER_KEY"]) == 64

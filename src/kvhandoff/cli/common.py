@@ -1,14 +1,11 @@
-"""What the commands share: the cluster key, logging, and how a process learns that it should end."""
+"""What the commands share: the cluster key, ports, and how a process learns that it should end."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
-import sys
-from enum import StrEnum
 from pathlib import Path
 
 import typer
@@ -25,16 +22,6 @@ ClusterKeyFile = typer.Option(
 )
 
 
-class Level(StrEnum):
-    """The least serious events that are logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-LogLevel = typer.Option(Level.INFO, "--log-level", help="The least serious events that are logged.")
 Lifeline = typer.Option(False, "--lifeline", hidden=True, help="End when standard input closes.")
 
 
@@ -60,15 +47,6 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"port {port} on {host}: can't listen ({error.strerror})") from error
-
-
-def set_up_logging(level: Level, name: str) -> None:
-    """One line per event on standard error, marked with the process's name."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s {name} %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
 
 
 def stop_event(*, lifeline: bool) -> asyncio.Event:

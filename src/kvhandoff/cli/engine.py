@@ -13,14 +13,13 @@ import typer
 
 from kvhandoff.cli.common import (
     ClusterKeyFile,
-    Level,
     Lifeline,
-    LogLevel,
     check_port,
     cluster_key,
-    set_up_logging,
     stop_event,
 )
+from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
+from kvhandoff.cli.traces import Traces, traces_endpoint
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 
@@ -98,7 +97,9 @@ def engine(
     register: list[str] = Register,
     register_url: str | None = RegisterUrl,
     cluster_key_file: Path | None = ClusterKeyFile,
+    traces: str | None = Traces,
     log_level: Level = LogLevel,
+    log_format: Format = LogFormat,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run one embedded engine. When it serves, it prints one line of JSON with its addresses."""
@@ -107,7 +108,7 @@ def engine(
     if kv_memory is not None and kv_blocks is not None:
         raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
     name = engine_id or f"{role}-{socket.gethostname()}-{port or secrets.token_hex(3)}"
-    set_up_logging(log_level, name)
+    set_up_logging(log_level, log_format, name)
     check_port(host, port)
     prepare(exact=exact, threads=threads)
 
@@ -143,6 +144,7 @@ def engine(
         min_return_tokens=min_return_tokens,
         register=tuple(register),
         register_url=register_url,
+        traces=traces_endpoint(traces),
     )
 
     def announce(started: Started) -> None:

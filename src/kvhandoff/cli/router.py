@@ -14,13 +14,12 @@ import typer
 
 from kvhandoff.cli.common import (
     ClusterKeyFile,
-    Level,
     Lifeline,
-    LogLevel,
     cluster_key,
-    set_up_logging,
     stop_event,
 )
+from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
+from kvhandoff.cli.traces import Traces, traces_endpoint
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import HandoffSettings
 
@@ -202,13 +201,16 @@ def router(
     tls_key: Path | None = TlsKey,
     engine_ca: Path | None = EngineCa,
     cluster_key_file: Path | None = ClusterKeyFile,
+    traces: str | None = Traces,
     log_level: Level = LogLevel,
+    log_format: Format = LogFormat,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run the router in front of engines that are up."""
     from kvhandoff.router.security import Security
 
-    set_up_logging(log_level, "router")
+    set_up_logging(log_level, log_format, "router")
+    spans_to = traces_endpoint(traces)
     security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
     if not (decode or fleet or registration):
         raise ConfigError("--decode: got none, allowed is one or more, --fleet FILE, or --registration")
@@ -227,7 +229,7 @@ def router(
             raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
         if fleet is not None or registration:
             raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
-        start = _upstream(connector, prefill, decode, host, port, path, return_mode, security)
+        start = _upstream(connector, prefill, decode, host, port, path, return_mode, security, spans_to)
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
 
@@ -252,6 +254,7 @@ def router(
         security=security,
         index=index,
         index_ttl_s=index_ttl,
+        traces=spans_to,
     )
 
     _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)
@@ -266,6 +269,7 @@ def _upstream(
     path: PathOption,
     return_mode: ReturnOption,
     security: Security,
+    traces: str | None,
 ) -> Callable[[], Awaitable[Server]]:
     """Starts a router of stock vLLM engines with upstream's connectors. Raises ConfigError."""
     from kvhandoff.router.upstream import serve_upstream
@@ -280,6 +284,7 @@ def _upstream(
         path=path.value,
         keep_references=return_mode is not ReturnOption.OFF,
         security=security,
+        traces=traces,
     )
     return lambda: serve_upstream(config)
 

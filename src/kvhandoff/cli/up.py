@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable
@@ -16,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
-from kvhandoff.cli.common import CLUSTER_KEY_ENV, Level, check_port, stop_event
+from kvhandoff.cli.common import CLUSTER_KEY_ENV, check_port, stop_event
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
+from kvhandoff.cli.logs import Format, Level, LogFormat, set_up_logging
 from kvhandoff.cli.router import (
     Binding,
     BindingOption,
@@ -29,8 +31,12 @@ from kvhandoff.cli.router import (
     ReturnOption,
     Tenants,
 )
+from kvhandoff.cli.traces import Traces, traces_endpoint
 from kvhandoff.cli.up_vllm import Kind, vllm_children
 from kvhandoff.core.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)  # its few lines say what runs where, whatever level is asked of the others
 
 _Result = TypeVar("_Result")
 
@@ -60,9 +66,15 @@ def up(
     max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
     prefix_cache: bool = typer.Option(True, help="Reuse the KV of prompts with the same beginning."),
     threads: int | None = typer.Option(None, min=1, help="Threads of each engine; default: cores / engines."),
+    traces: str | None = Traces,
     log_level: Level = typer.Option(Level.WARNING, help="The least serious events that are logged."),
+    log_format: Format = LogFormat,
 ) -> None:
     """Serve a model through prefill engines, decode engines and a router on this machine."""
+    set_up_logging(log_level, log_format, "up")
+    spans_to = traces_endpoint(traces)  # whether it can be used, before anything is started
+    seeing = [*("--log-level", log_level), *("--log-format", log_format)]
+    traced = [] if traces is None else ["--traces", traces]
     check_port(host, port)
     if tenants is not None:  # before anything is started
         from kvhandoff.router.tenants import read_tenants
@@ -83,7 +95,7 @@ def up(
             *("--model", str(resolve_model(model)), "--model-name", model),
             *("--transport", transport, "--dtype", dtype, "--exact" if exact else "--no-exact"),
             *("--kv-memory", str(kv_memory), "--block-size", str(block_size)),
-            *("--max-num-seqs", str(max_num_seqs), "--log-level", log_level),
+            *("--max-num-seqs", str(max_num_seqs), *seeing, *traced),
             "--prefix-cache" if prefix_cache else "--no-prefix-cache",
             *("--threads", str(threads or max(1, (os.cpu_count() or 1) // len(engines)))),
         ]
@@ -94,11 +106,19 @@ def up(
 
     def vllm() -> list[Child]:
         return vllm_children(
-            context, engines, model, vllm_command, environment, on_miss=on_miss, log_level=log_level
+            context,
+            engines,
+            model,
+            vllm_command,
+            environment,
+            on_miss=on_miss,
+            log_level=log_level,
+            seeing=seeing,
+            traces=spans_to,
         )
 
     def router(urls: list[str]) -> Child:
-        arguments = ["router", "--host", host, "--log-level", log_level]
+        arguments = ["router", "--host", host, *seeing, *traced]
         arguments += [
             "--path",
             path,
@@ -117,14 +137,22 @@ def up(
             arguments += ["--prefill" if index < prefill else "--decode", url]
         return Child("router", arguments, environment, port=port)
 
+    in_json = log_format is Format.JSON
     children = vllm() if engine is Kind.VLLM else embedded()
-    uvloop.run(_serve(children, router, model, keys=tenants is not None))
+    uvloop.run(_serve(children, router, model, keys=tenants is not None, in_json=in_json))
 
 
 async def _serve(
-    engines: list[Child], make_router: Callable[[list[str]], Child], model: str, *, keys: bool
+    engines: list[Child],
+    make_router: Callable[[list[str]], Child],
+    model: str,
+    *,
+    keys: bool,
+    in_json: bool,
 ) -> None:
-    console = Console(stderr=True, highlight=False)
+    """`in_json`: what is said goes to the log, and nothing is drawn between its lines."""
+    console = Console(stderr=True, highlight=False, quiet=in_json)
+    say: Callable[[str], None] = _log.warning if in_json else console.print
     stop = stop_event(lifeline=False)
     children = list(engines)
     keepers: list[asyncio.Task[None]] = []
@@ -139,10 +167,15 @@ async def _serve(
             if facts is None:
                 return
         _tell(console, model, engines, started, facts["url"], keys=keys)
-        keepers = [asyncio.create_task(keep_running(child, console.print)) for child in children]
+        if in_json:
+            served = {child.name: each["url"] for child, each in zip(engines, started, strict=True)}
+            _log.info("ready at %s", facts["url"], extra={"url": facts["url"], "engines": served})
+        keepers = [asyncio.create_task(keep_running(child, say)) for child in children]
         await stop.wait()
     except ChildFailed as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        if in_json:
+            _log.error("%s", error)
         raise typer.Exit(1) from error
     finally:
         for keeper in keepers:

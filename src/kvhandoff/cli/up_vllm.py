@@ -21,6 +21,8 @@ DEFAULT_MODEL = "smollm2"
 _ELSEWHERE = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?|\w+://.+", re.ASCII)
 """A Hugging Face id, or the URL of a store vLLM loads from. vLLM finds out whether it leads anywhere."""
 
+_TRACES = "--otlp-traces-endpoint"
+
 _EMBEDDED_ONLY = (
     *("transport", "dtype", "exact", "kv_memory", "block_size", "max_num_seqs", "prefix_cache", "threads"),
 )
@@ -42,8 +44,11 @@ def vllm_children(
     *,
     on_miss: MissOption,
     log_level: str,
+    seeing: Sequence[str],
+    traces: str | None,
 ) -> list[Child]:
-    """One child for each (role, name) of `engines`. Raises ConfigError for what vLLM's can't be told so."""
+    """One child for each (role, name) of `engines`. `traces`: where vLLM is to post its own spans, unless it
+    is told so by the user. Raises ConfigError for what vLLM's can't be told so."""
     for name in _EMBEDDED_ONLY:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -51,6 +56,11 @@ def vllm_children(
             raise ConfigError(f"{option}: allowed with --engine vllm are vLLM's own arguments, after --")
     if on_miss is MissOption.ERROR:
         raise ConfigError("--on-miss: got error, allowed with --engine vllm is recompute")
+
+    given = tuple(context.args)
+    if traces is not None and not any(argument.startswith(_TRACES) for argument in given):
+        given = (_TRACES, traces, *given)
+        environment = {**environment, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 
     children = []
     for index, (role, name) in enumerate(engines):
@@ -62,13 +72,13 @@ def vllm_children(
             engine_id=name,
             port=0,
             internal_port=free_port(),
-            arguments=tuple(context.args),
+            arguments=given,
         )
         engine.command_line(log_level=log_level)  # whether it can be run, before anything is started
         arguments = [
             *("vllm-engine", "--role", role, "--engine-id", name, "--model", engine.model),
             *("--model-name", model, "--internal-port", str(engine.internal_port)),
-            *("--vllm-command", command, "--log-level", log_level, "--", *engine.arguments),
+            *("--vllm-command", command, *seeing, "--", *engine.arguments),
         ]
         added = engine_environment(environment, index, len(engines))
         children.append(Child(name, arguments, {**environment, **added}))

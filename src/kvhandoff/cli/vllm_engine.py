@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import msgspec
 import typer
 
-from kvhandoff.cli.common import Level, Lifeline, LogLevel, check_port, set_up_logging, stop_event
+from kvhandoff.cli.common import Lifeline, check_port, stop_event
 from kvhandoff.cli.engine import Role
+from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
 from kvhandoff.core.errors import ConfigError, KVHandoffError
 from kvhandoff.web import free_port
 
@@ -94,10 +95,11 @@ def vllm_engine(
     vllm_command: str = typer.Option("vllm"),
     start_timeout: float = typer.Option(900.0, min=1.0, help="Seconds until it must serve."),
     log_level: Level = LogLevel,
+    log_format: Format = LogFormat,
     lifeline: bool = Lifeline,
 ) -> None:
     """Run one engine of vLLM; what follows `--` is for vLLM."""
-    set_up_logging(log_level, engine_id)
+    set_up_logging(log_level, log_format, engine_id)
     engine = VllmEngine(
         command=vllm_command,
         model=model,

@@ -49,6 +49,8 @@ class LegRecord(msgspec.Struct, kw_only=True):
     """Tokens kept for the conversation's next turn."""
     reasons: list[Reason] = []
     finish_reason: str | None = None
+    traced: bool = False
+    """The engine has given out spans of these phases itself."""
 
     @property
     def kv_source(self) -> KVSource:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.embedded.exact import prepare_environment
@@ -21,6 +21,9 @@ from kvhandoff.engine.register import Registrar, check_registration
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.transport.mover import Mover
 from kvhandoff.transport.planes import PlaneKind, allocate_region, create_plane, default_kind
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ class EngineConfig:
     """Routers' URLs to register with."""
     register_url: str | None = None
     """Where they reach this engine, if not at `host` and `port`."""
+    traces: str | None = field(default=None, repr=False)
+    """Where spans are posted (OTLP over HTTP), as a whole URL; None: no traces."""
 
     def __post_init__(self) -> None:
         check_registration(self.register, self.role, self.register_url, self.host)
@@ -147,9 +152,15 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
     await agent.start()
     core.start()
     server = None
-    registration = AsyncExitStack()
+    registration, traces = AsyncExitStack(), AsyncExitStack()
     try:
-        app = create_app(agent, core, text, config.model_name)
+        middlewares: list[Middleware] = []
+        if config.traces is not None:
+            from kvhandoff.embedded.traces import trace_engine
+
+            tracing = trace_engine(agent, config.traces, config.model_name)
+            middlewares.append(await traces.enter_async_context(tracing))
+        app = create_app(agent, core, text, config.model_name, middlewares=middlewares)
         server = await serve(app, config.host, config.port)
         url = f"http://{config.host}:{server.port}"
         spare_collector()
@@ -172,6 +183,7 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
             await server.close()
         await asyncio.to_thread(core.close)
         await agent.close()
+        await traces.aclose()
         name.close()
 
 

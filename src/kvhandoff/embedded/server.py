@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.embedded.api import Agent
@@ -40,10 +42,11 @@ def create_app(
     model_name: str,
     *,
     limits: Limits | None = None,
+    middlewares: Sequence[Middleware] = (),
 ) -> web.Application:
     """The application of one engine; `serve` listens with it.
 
-    `model_name`: the only value of `model` that is served.
+    `model_name`: the only value of `model` that is served. `middlewares`: around its own.
     """
     limits = limits or Limits()
     executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="kvhandoff-tokenizer")
@@ -51,7 +54,9 @@ def create_app(
     front = _Front(agent, engine_core, text, model_name, prompts, limits)
     internal = Internal(agent, engine_core, body_bytes=limits.body_bytes, read_s=limits.read_s)
 
-    app = web.Application(middlewares=[errors, broken_streams], client_max_size=limits.body_bytes)
+    app = web.Application(
+        middlewares=[*middlewares, errors, broken_streams], client_max_size=limits.body_bytes
+    )
     app.add_routes(
         [
             web.post("/v1/chat/completions", front.chat),

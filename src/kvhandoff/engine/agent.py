@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, Generic, NoReturn, TypeVar
 
+from prometheus_client import Counter
+
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import HandoffKey, Identity
@@ -22,6 +24,7 @@ from kvhandoff.core.reasons import ReasonKind
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from kvhandoff.engine.api import EngineControl
 from kvhandoff.engine.facts import EngineFacts
+from kvhandoff.engine.leg_log import log_leg
 from kvhandoff.engine.legs import KVLeg
 from kvhandoff.engine.loops import hand_over
 from kvhandoff.engine.metrics import EngineMetrics
@@ -119,6 +122,11 @@ class HandoffAgent(Generic[_Core]):
         """The integration served a request without obeying its ticket. Any thread."""
         self._metrics.refused()
 
+    @property
+    def spans(self) -> Counter:
+        """Of traces, by `result`: for whoever sends them."""
+        return self._metrics.spans
+
     def open(self, leg: KVLeg) -> None:
         """From now on the protocol's news of this leg's key are for it."""
         self._legs[leg.key] = leg
@@ -213,7 +221,7 @@ class HandoffAgent(Generic[_Core]):
         """See `api.HandoffSide`."""
         counts = self.core.load()
         requests = {state: counts[state] for state in ("running", "waiting", "loading")}
-        return self._metrics.render(self.blocks(), requests)
+        return self._metrics.render(self.blocks(), requests, self._running_node.leases())
 
     # ---------------------------------------------------------------------- api.KVHooks (engine's thread)
 
@@ -275,6 +283,7 @@ class HandoffAgent(Generic[_Core]):
         self._records.append(record)
         self._cursor += 1
         self._metrics.leg(record)
+        log_leg(leg.key, record)
 
     def feed(self, event: ev.Event) -> None:
         """Give the protocol an event, carry out what follows, and come back at its next deadline.

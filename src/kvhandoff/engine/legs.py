@@ -9,7 +9,7 @@ news of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvhandoff.core.chain import TokenChain
@@ -43,6 +43,8 @@ class KVLeg:
         self.request: KVRequest | None = None
         self.ticket = ticket
         self.load = load_of(host, ticket) if ticket is not None else None
+        self.on_account: Callable[[LegRecord], None] | None = None
+        """Gets the leg's account when the leg is over: whoever traces it."""
         self.offering: Offering | None = None
         if ticket is not None and self.role == "prefill":
             self.offering = Offering(host, self.key, grows=ticket.push, peers=ticket.peers)
@@ -106,6 +108,8 @@ class KVLeg:
         # After a stop string, or without a client, the engine has still to say what it retains.
         if not (self._in_engine and self._own.retain):
             self._host.ended(self, self._last_record)
+        if self.on_account is not None:
+            self.on_account(self._last_record)
 
     def drop_load(self, *, done: bool) -> None:
         """Nobody waits for what was to come in."""

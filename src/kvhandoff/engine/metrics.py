@@ -59,7 +59,20 @@ class EngineMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.spans = Counter(
+            "kvhandoff_engine_spans",
+            "OpenTelemetry spans that the collector has taken ('exported'), or that were lost on the way",
+            ["result"],
+            registry=registry,
+        )
         self._blocks = Gauge("kvhandoff_engine_blocks", "KV blocks, by state", ["state"], registry=registry)
+        self._leases = Gauge(
+            "kvhandoff_engine_leases",
+            "Leases that hold now: 'offer' and 'retained', blocks kept for readers; 'pin', a peer's hold on "
+            "one of those; 'read', KV awaited from a peer; 'grant', a peer's permission to write here",
+            ["kind"],
+            registry=registry,
+        )
         self._requests = Gauge(
             "kvhandoff_engine_requests", "Requests, by state", ["state"], registry=registry
         )
@@ -91,10 +104,12 @@ class EngineMetrics:
         self._bytes.labels("written").inc(moved.bytes)
         self._descriptors.inc(moved.descriptors)
 
-    def render(self, blocks: BlockCounts, requests: dict[str, int]) -> bytes:
+    def render(self, blocks: BlockCounts, requests: dict[str, int], leases: dict[str, int]) -> bytes:
         """Prometheus text format, with the gauges as they are now."""
         for state in BlockCounts.__struct_fields__:
             self._blocks.labels(state).set(getattr(blocks, state))
+        for kind, count in leases.items():
+            self._leases.labels(kind).set(count)
         for state, count in requests.items():
             self._requests.labels(state).set(count)
         return generate_latest(self._registry)

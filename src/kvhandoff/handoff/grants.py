@@ -146,6 +146,10 @@ class GrantLedger:
         quarantined = any(entry.push.key == key for entry in self._quarantine.values())
         return quarantined or self._of(key) is not None
 
+    def __len__(self) -> int:
+        """Pushes whose requests wait for them."""
+        return len(self._pushes)
+
     def granted(self) -> list[int]:
         """Blocks that a source may write into, or soon will, for a request that waits for them."""
         return [block for push in self._pushes.values() for block in push.targets]

@@ -140,6 +140,11 @@ class HandoffNode:
         parts = (self.peers, self.offers, self.writes, self.reads, self.grants)
         return min((at for part in parts if (at := part.next_deadline()) is not None), default=None)
 
+    def leases(self) -> dict[str, int]:
+        """How many there are now: those on this engine's blocks (`OfferLedger.leases`), the claims of its
+        reads, and the grants that it has given."""
+        return {**self.offers.leases(), "read": len(self.reads), "grant": len(self.grants)}
+
     def envelope(self, send: Send) -> Envelope:
         """The message of a `Send` effect, with what every message carries."""
         return Envelope(

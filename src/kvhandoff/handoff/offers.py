@@ -179,6 +179,13 @@ class OfferLedger:
     def __len__(self) -> int:
         return len(self._offers)
 
+    def leases(self) -> dict[str, int]:
+        """Leases on this engine's blocks: `offer` and `retained` wait for readers, `pin` is a reader's or a
+        writer's hold on one."""
+        retained = sum(offer.retention is not None for offer in self._offers.values())
+        pins = sum(len(offer.pins) for offer in self._offers.values())
+        return {"offer": len(self._offers) - retained, "retained": retained, "pin": pins}
+
     def get(self, key: HandoffKey) -> Offer | None:
         """An offer that has not ended; for the write ledger."""
         return self._offers.get(key)

@@ -190,6 +190,10 @@ class ReadLedger:
         self._claims = 0
         """Counts the claims of this engine's life: an answer to another read's never fits."""
 
+    def __len__(self) -> int:
+        """Reads whose requests wait for them."""
+        return len(self._reads)
+
     def loading(self) -> list[int]:
         """Targets of reads under way."""
         return [block for read in self._reads.values() for block in read.targets]

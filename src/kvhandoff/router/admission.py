@@ -76,7 +76,7 @@ class Admission:
             request=request,
             fields=fields,
             summary=summary,
-            headers=leg_headers(request.headers, draft.handoff_id),
+            headers=leg_headers(request.headers if draft.trace is None else {}, draft.handoff_id),
             clock=self._clock,
             timer=timer,
             draft=draft,

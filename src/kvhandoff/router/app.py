@@ -35,6 +35,7 @@ from kvhandoff.router.records import Draft, Records, RequestRecord
 from kvhandoff.router.registrations import Registrations
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session
+from kvhandoff.router.traced import traced
 from kvhandoff.web import Server, json_response, read_body
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,11 @@ class Front:
 
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
-        async with engine_session(self._config.timeouts.connect_s, self._config.security) as session:
+        config = self._config
+        async with (
+            traced(config.traces, self._records, self._metrics.spans),
+            engine_session(config.timeouts.connect_s, config.security) as session,
+        ):
             sources = members_of(self._config)
             if self._registrations is not None:
                 sources.append(self._registrations)

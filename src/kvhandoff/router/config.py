@@ -117,6 +117,8 @@ class RouterConfig:
     max_conversations: int = 50_000
     """Names of turns that are remembered in memory, about two for each, and engines' accounts of turns; the
     least recently used go first."""
+    traces: str | None = field(default=None, repr=False)
+    """Where spans are posted (OTLP over HTTP), as a whole URL; None: no traces."""
     timeouts: Timeouts = Timeouts()
     security: Security = field(default_factory=Security)
 

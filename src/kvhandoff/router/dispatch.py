@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -87,11 +87,11 @@ class Dispatcher:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
         source.owed = True
         engine = source.engine
-        with _outcome(engine):
+        with _outcome(engine), x.draft.traced("prefill", source.ref, engine.url) as context:
             try:
                 async with asyncio.timeout(self._timeouts.prefill_s) as wait:
                     with engine.silence.ends(wait):
-                        async with self._post(x, engine, body) as upstream:
+                        async with self._post(x, engine, body, context) as upstream:
                             answer = await whole(upstream)
             except (aiohttp.ClientError, OSError) as error:
                 raise network_failure(engine, error) from error
@@ -110,12 +110,17 @@ class Dispatcher:
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
         pushed = x.source is not None and x.source.awaited
-        with engine.reserve(x.tokens, x.to_compute) as x.reservation, _outcome(engine) as leg:
+        name = "local" if x.source is None else "decode"
+        with (
+            engine.reserve(x.tokens, x.to_compute) as x.reservation,
+            _outcome(engine) as leg,
+            x.draft.traced(name, x.draft.decode, engine.url) as context,
+        ):
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
                 async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:
                     x.bound = Bound(engine, deadline, limit)
-                    async with self._post(x, engine, body) as upstream:
+                    async with self._post(x, engine, body, context) as upstream:
                         if upstream.status != 200:
                             x.settle()
                             return _pass_on(x, for_client(engine, await whole(upstream)))
@@ -182,11 +187,13 @@ class Dispatcher:
         response = await passage.end(self._timeouts.idle_s)
         return Outcome(response, passage.status)
 
-    def _post(self, x: Exchange, engine: Engine, body: bytes) -> aiohttp.client._RequestContextManager:
+    def _post(
+        self, x: Exchange, engine: Engine, body: bytes, context: Mapping[str, str]
+    ) -> aiohttp.client._RequestContextManager:
         # A large body goes in pieces: as one block it would hold up the loop.
         data = body if len(body) < 2**20 else io.BytesIO(body)
         url = engine.url + x.request.path
-        return self._session.post(url, data=data, headers=x.headers, allow_redirects=False)
+        return self._session.post(url, data=data, headers={**x.headers, **context}, allow_redirects=False)
 
 
 @contextmanager

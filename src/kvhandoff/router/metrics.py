@@ -65,6 +65,12 @@ class RouterMetrics:
             "Turns of conversations that could not be remembered in the shared index.",
             registry=self._registry,
         )
+        self.spans = Counter(
+            "kvhandoff_router_spans",
+            "OpenTelemetry spans that the collector has taken ('exported'), or that were lost on the way.",
+            ["result"],
+            registry=self._registry,
+        )
         self._returned = Counter(
             "kvhandoff_router_returned_tokens",
             "Prompt tokens whose KV was read from the decode engine of an earlier turn.",

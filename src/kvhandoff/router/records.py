@@ -19,8 +19,9 @@ wall time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -31,6 +32,10 @@ from kvhandoff.core.records import KVSource, LegRecord
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.limits import Charge
 from kvhandoff.router.policy import Expected, Path, PathChoice, ReturnChoice
+from kvhandoff.router.request_log import log_request
+
+if TYPE_CHECKING:
+    from kvhandoff.router.traces import RequestTrace, Traces
 
 Binding = Literal["early", "late"]
 Connector = Literal["kvhandoff", "nixl", "nixl-push"]
@@ -62,6 +67,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     id: str
     """The `id` of the OpenAI response."""
     handoff_id: str
+    trace_id: str
+    """Of its OpenTelemetry trace, 32 hexadecimal digits; empty without traces."""
     tenant: str
     """By the API key; empty without a file of tenants."""
     model: str
@@ -141,6 +148,9 @@ class Draft:
     ) -> None:
         self.handoff_id = handoff_id
         self.endpoint = endpoint
+        self.trace: RequestTrace | None = None
+        """While it is traced."""
+        self.trace_id = ""
         self.tenant = ""
         self.charge: Charge | None = None
         """What it costs its tenant."""
@@ -177,6 +187,23 @@ class Draft:
         """What every response carries, errors too: under this id the record is found."""
         return {"X-Request-Id": self.handoff_id}
 
+    def traced(self, name: str, leg: LegRef, url: str) -> AbstractContextManager[Mapping[str, str]]:
+        """Around a leg to the engine at `url`: its span, and the headers by which the engine continues the
+        trace; none where nothing is traced."""
+        return nullcontext({}) if self.trace is None else self.trace.leg(name, leg, url)
+
+    def log_fields(self) -> dict[str, object]:
+        """What lines of the log about it have in common; without prompts and keys."""
+        fields = {
+            "handoff_id": self.handoff_id,
+            "request_id": self.response_id,
+            "trace_id": self.trace_id,
+            "tenant": self.tenant,
+            "model": self.model,
+            "path": self.path,
+        }
+        return {name: value for name, value in fields.items() if value}
+
     def because(self, reason: Reason) -> None:
         """Note and count a reason, once each."""
         if reason not in self.reasons:
@@ -202,6 +229,10 @@ class Draft:
             return []
         return [ref.engine for ref in (self.prefill, self.decode) if ref and self._leg(ref) is None]
 
+    def accounts(self) -> tuple[LegRecord | None, LegRecord | None]:
+        """The prefill and the decode engine's, as far as they are in."""
+        return self._leg(self.prefill), self._leg(self.decode)
+
     @property
     def settled(self) -> bool:
         """Whether nothing more is to come."""
@@ -209,12 +240,13 @@ class Draft:
 
     def record(self) -> RequestRecord:
         """All that is known now."""
-        prefill, decode = self._leg(self.prefill), self._leg(self.decode)
+        prefill, decode = self.accounts()
         phases, ttft_s = self._phases(prefill, decode)
         forward, back = (None, decode) if decode and decode.leg == "local" else (decode, prefill)
         return RequestRecord(
             id=self.response_id,
             handoff_id=self.handoff_id,
+            trace_id=self.trace_id,
             tenant=self.tenant,
             model=self.model,
             connector=self.connector,
@@ -321,10 +353,22 @@ class Records:
         self._on_closed = on_closed
         self._on_settled = on_settled
         self._drafts: OrderedDict[str, Draft] = OrderedDict()
+        self.traces: Traces | None = None
+        """None: requests are not traced."""
 
-    def open(self, handoff_id: HandoffId, *, endpoint: Endpoint, requested_path: PathChoice) -> Draft:
-        """A new request's draft."""
+    def open(
+        self,
+        handoff_id: HandoffId,
+        *,
+        endpoint: Endpoint,
+        requested_path: PathChoice,
+        headers: Mapping[str, str] | None = None,
+    ) -> Draft:
+        """A new request's draft. `headers`: the client's, which may name the trace that it is part of."""
         draft = Draft(handoff_id, endpoint=endpoint, requested_path=requested_path, on_reason=self._on_reason)
+        if self.traces is not None:
+            draft.trace = self.traces.open(draft, headers or {})
+            draft.trace_id = draft.trace.trace_id
         self._keep(handoff_id, draft)
         return draft
 
@@ -334,10 +378,13 @@ class Records:
         if draft.charge is not None:
             draft.charge.close()
         self._on_closed(draft)
+        log_request(draft)
         if not draft.joinable:
             self._keep(handoff_id_of(draft.response_id), draft)
         if draft.settled:
             self._settle(draft)
+        elif draft.trace is not None:
+            draft.trace.wait(draft)
 
     def add_legs(self, legs: Iterable[LegRecord]) -> None:
         """Engines' accounts, in any order; those of requests that aren't kept (any more) are dropped."""
@@ -355,6 +402,8 @@ class Records:
         if draft.charge is not None and not record.incomplete:
             draft.charge.settle(record.prompt_tokens + record.completion_tokens)
         self._on_settled(record)
+        if draft.trace is not None:
+            draft.trace.end(draft, record)
 
     def get(self, identifier: str) -> Draft | None:
         """By handoff id, or by the `id` of an OpenAI response."""

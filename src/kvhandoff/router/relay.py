@@ -84,12 +84,17 @@ class Relay:
     async def answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """The response to a client's request; its record is closed when this returns or is cancelled."""
         timer = PhaseTimer(self._clock)
-        draft = self._records.open(new_handoff_id(), endpoint=endpoint, requested_path=self._config.path)
+        draft = self._records.open(
+            new_handoff_id(),
+            endpoint=endpoint,
+            requested_path=self._config.path,
+            headers=request.headers,
+        )
         draft.walls = timer.seconds
         status = CLIENT_LEFT
         try:
             exchange = await self._admission.admit(request, draft, timer)
-            log.info("%s: path %s, %s", draft.handoff_id, draft.path, draft.model)
+            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
             response, status = await self._carry(exchange)
         except RequestError as error:
             status = error.status

@@ -20,6 +20,7 @@ from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.records import Records
 from kvhandoff.router.session import engine_session
+from kvhandoff.router.traced import traced
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamFleet
 from kvhandoff.router.upstream_relay import UpstreamRelay
@@ -63,7 +64,10 @@ class UpstreamFront:
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         config = self._config
-        async with engine_session(config.timeouts.connect_s, config.security) as session:
+        async with (
+            traced(config.traces, self._records, self._metrics.spans),
+            engine_session(config.timeouts.connect_s, config.security) as session,
+        ):
             self._fleet = UpstreamFleet(
                 config.prefill, config.decode, session, config.timeouts, config.poll_interval_s, self._clock
             )

@@ -79,6 +79,8 @@ class UpstreamConfig:
     max_body_bytes: int = 32 * 2**20
     max_records: int = 10_000
     max_conversations: int = 50_000
+    traces: str | None = field(default=None, repr=False)
+    """Where spans are posted (OTLP over HTTP), as a whole URL; None: no traces."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     security: Security = field(default_factory=Security)
 

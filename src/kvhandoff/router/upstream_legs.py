@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -112,10 +112,10 @@ class UpstreamLegs:
         job.draft.prefill = job.leg_at(source)
         body = prefill_body(job.fields, params)
         try:
-            with source.reserve():
+            with source.reserve(), job.draft.traced("prefill", job.draft.prefill, source.url) as context:
                 async with asyncio.timeout(self._timeouts.prefill_s) as wait:
                     with source.silence.ends(wait):
-                        async with self._post(job, source, body) as answer:
+                        async with self._post(job, source, body, context) as answer:
                             return _accepted(source, await whole(answer))
         except (aiohttp.ClientError, OSError) as error:
             raise _failure(source, error) from error
@@ -150,10 +150,11 @@ class UpstreamLegs:
         asked = self._clock()
         limit = self._timeouts.first_byte_s if job.summary.stream else self._timeouts.answer_s
         try:
-            with target.reserve():
+            name = "local" if job.draft.path == "local" else "decode"
+            with target.reserve(), job.draft.traced(name, job.draft.decode, target.url) as context:
                 async with asyncio.timeout(limit) as deadline:
                     watch = _Watch(beside, deadline)
-                    async with self._post(job, target, body) as answer:
+                    async with self._post(job, target, body, context) as answer:
                         if answer.status != 200:
                             watch.stop()
                             _accepted(target, await whole(answer))  # raises
@@ -202,10 +203,12 @@ class UpstreamLegs:
         job.draft.response_id = passage.scan.response_id or job.draft.response_id
         return Outcome(await passage.end(self._timeouts.idle_s), passage.status)
 
-    def _post(self, job: Job, engine: UpstreamEngine, body: bytes) -> aiohttp.client._RequestContextManager:
-        headers = leg_headers(job.request.headers, job.request_id)
+    def _post(
+        self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]
+    ) -> aiohttp.client._RequestContextManager:
+        headers = leg_headers(job.request.headers if job.draft.trace is None else {}, job.request_id)
         url = engine.url + job.request.path
-        return self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        return self._session.post(url, data=body, headers={**headers, **context}, allow_redirects=False)
 
 
 @contextmanager

@@ -81,12 +81,17 @@ class UpstreamRelay:
     async def answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """The response to a client's request; its record is closed when this returns or is cancelled."""
         timer = PhaseTimer(self._clock)
-        draft = self._records.open(new_handoff_id(), endpoint=endpoint, requested_path=self._config.path)
+        draft = self._records.open(
+            new_handoff_id(),
+            endpoint=endpoint,
+            requested_path=self._config.path,
+            headers=request.headers,
+        )
         draft.walls, draft.connector, draft.joinable = timer.seconds, self._config.connector, False
         status = CLIENT_LEFT
         try:
             job = await self._admit(request, draft, timer)
-            log.info("%s: path %s, %s", draft.handoff_id, draft.path, draft.model)
+            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
             response, status = await self._attempts(job)
         except Refused as refused:
             status = refused.answer.status
@@ -155,7 +160,11 @@ class UpstreamRelay:
                 return await self._attempt(job)
             except UpstreamFailed as failure:
                 detail = f" ({describe(failure.__cause__)})" if failure.__cause__ else ""
-                log.warning("%s: attempt %d: %s%s", draft.handoff_id, draft.attempts, failure, detail)
+                log.warning(
+                    "%s: attempt %d: %s%s",
+                    *(draft.handoff_id, draft.attempts, failure, detail),
+                    extra=draft.log_fields(),
+                )
                 of_prefill = failure.engine.role == "prefill"
                 draft.because(Reason.PREFILL_FAILED if of_prefill else Reason.DECODE_FAILED)
                 job.avoid.add(failure.engine.url)
