@@ -13,6 +13,7 @@ from kvhandoff.router.address import DNS, EngineAddress, EngineName, parse_addre
 from kvhandoff.router.index import IN_MEMORY, check_index
 from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, Policies, ReturnChoice
 from kvhandoff.router.security import Security
+from kvhandoff.router.worker import Worker
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
 
@@ -116,6 +117,8 @@ class RouterConfig:
     max_conversations: int = 50_000
     """Names of turns that are remembered in memory, about two for each, and engines' accounts of turns; the
     least recently used go first."""
+    worker: Worker = field(default_factory=Worker)
+    """Which of the processes that share the port this is."""
     timeouts: Timeouts = Timeouts()
     security: Security = field(default_factory=Security)
 

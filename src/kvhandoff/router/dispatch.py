@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import NamedTuple
-
-import aiohttp
-from aiohttp import web
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import MissPolicy
+from kvhandoff.router import wire
 from kvhandoff.router.answers import (
     Answer,
     LegFailed,
@@ -43,15 +40,15 @@ EVENT_STREAM = "text/event-stream"
 class Outcome(NamedTuple):
     """A response, and the status that its record is closed with."""
 
-    response: web.StreamResponse
+    response: wire.Response | wire.StreamResponse
     status: int
 
 
 class Dispatcher:
     """Sends legs. Failures that another attempt may mend are raised as LegFailed."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeouts: Timeouts, on_miss: MissPolicy) -> None:
-        self._session = session
+    def __init__(self, client: wire.Client, timeouts: Timeouts, on_miss: MissPolicy) -> None:
+        self._client = client
         self._timeouts = timeouts
         self._on_miss = on_miss
 
@@ -93,7 +90,7 @@ class Dispatcher:
                     with engine.silence.ends(wait):
                         async with self._post(x, engine, body) as upstream:
                             answer = await whole(upstream)
-            except (aiohttp.ClientError, OSError) as error:
+            except OSError as error:
                 raise network_failure(engine, error) from error
             if answer.status != 200:
                 return for_client(engine, answer)
@@ -122,15 +119,15 @@ class Dispatcher:
                         if upstream.content_type != EVENT_STREAM:
                             x.settle()
                             return await _answer(x, engine, upstream)
-                        first = await upstream.content.readany()
+                        first = await upstream.readany()
                         if not first:
-                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                            raise wire.BrokenOff("its stream has ended before the first byte")
                         leg.succeeded()
                         x.settle()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(x, engine, upstream)
-                        await passage.carry(first, upstream.content, self._timeouts.idle_s)
-            except (aiohttp.ClientError, OSError) as error:
+                        await passage.carry(first, upstream, self._timeouts.idle_s)
+            except OSError as error:
                 if x.move is not None and isinstance(error, TimeoutError):
                     raise Moved from error
                 raise network_failure(engine, error) from error
@@ -182,11 +179,8 @@ class Dispatcher:
         response = await passage.end(self._timeouts.idle_s)
         return Outcome(response, passage.status)
 
-    def _post(self, x: Exchange, engine: Engine, body: bytes) -> aiohttp.client._RequestContextManager:
-        # A large body goes in pieces: as one block it would hold up the loop.
-        data = body if len(body) < 2**20 else io.BytesIO(body)
-        url = engine.url + x.request.path
-        return self._session.post(url, data=data, headers=x.headers, allow_redirects=False)
+    def _post(self, x: Exchange, engine: Engine, body: bytes) -> AbstractAsyncContextManager[wire.LegAnswer]:
+        return self._client.post(engine.url + x.request.path, data=body, headers=x.headers)
 
 
 @contextmanager
@@ -202,11 +196,11 @@ def _outcome(engine: Engine) -> Iterator[LegOutcome]:
     leg.succeeded()
 
 
-async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Outcome:
+async def _answer(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Outcome:
     """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt follows."""
     try:
         answer = await whole(upstream)
-    except (aiohttp.ClientError, ConnectionError) as error:
+    except ConnectionError as error:
         x.draft.because(Reason.DECODE_FAILED)
         log.warning("%s: %s: its answer broke off: %s", x.key, engine, describe(error))
         why = f"{engine} ended before its answer was complete"
@@ -218,7 +212,7 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
     return _pass_on(x, without_params(answer))
 
 
-def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Passage:
+def _passage(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Passage:
     """The way of a stream that has begun to the client."""
 
     def first_byte() -> None:
@@ -247,4 +241,4 @@ def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> P
 
 def _pass_on(x: Exchange, answer: Answer) -> Outcome:
     headers = x.draft.headers() | {"Content-Type": answer.content_type}
-    return Outcome(web.Response(status=answer.status, body=answer.body, headers=headers), answer.status)
+    return Outcome(wire.Response(status=answer.status, body=answer.body, headers=headers), answer.status)

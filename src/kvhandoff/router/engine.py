@@ -27,6 +27,7 @@ from kvhandoff.router.records import LegRef
 from kvhandoff.router.reservations import Reservation, Reservations
 from kvhandoff.router.side import EngineError, NoReport, SidePages
 from kvhandoff.router.watchdog import Watchdog
+from kvhandoff.router.wire import NotConnected
 
 log = logging.getLogger(__name__)
 
@@ -348,6 +349,8 @@ class Engine:
 
 def refuses_connection(error: BaseException) -> bool:
     """Whether nothing listens there; a host that doesn't answer in time may only be busy."""
+    if isinstance(error, NotConnected):
+        return error.refused
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
         error.os_error, ConnectionRefusedError
     )

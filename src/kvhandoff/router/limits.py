@@ -32,6 +32,10 @@ class Limits:
     max_concurrency: int | None = None
     tokens_per_minute: int | None = None
 
+    def shared_by(self, processes: int) -> Limits:
+        """Each one's part, so that together they have no more, but for one that would have nothing."""
+        return Limits(*(n and max(1, n // processes) for n in (self.max_concurrency, self.tokens_per_minute)))
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import aiohttp
 import msgspec
-from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
 from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.config import Timeouts
@@ -58,7 +58,7 @@ class Refused(Exception):
 class Outcome(NamedTuple):
     """A response, and the status that its record is closed with."""
 
-    response: web.StreamResponse
+    response: wire.Response | wire.StreamResponse
     status: int
 
 
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 class Job:
     """One client request, across its attempts."""
 
-    request: web.Request
+    request: wire.Request
     fields: Fields
     summary: RequestSummary
     draft: Draft
@@ -92,10 +92,8 @@ class Job:
 class UpstreamLegs:
     """Sends legs. Used on the event loop's thread only."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, timeouts: Timeouts, references: References, clock: Clock
-    ) -> None:
-        self._session = session
+    def __init__(self, client: wire.Client, timeouts: Timeouts, references: References, clock: Clock) -> None:
+        self._client = client
         self._timeouts = timeouts
         self._references = references
         self._clock = clock
@@ -110,7 +108,7 @@ class UpstreamLegs:
                     with source.silence.ends(wait):
                         async with self._post(job, source, body) as answer:
                             return _accepted(source, await whole(answer))
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise _failure(source, error) from error
 
     async def decode(
@@ -141,28 +139,28 @@ class UpstreamLegs:
                             _accepted(target, await whole(answer))  # raises
                         if answer.content_type != EVENT_STREAM:
                             return await self._answer(job, target, answer, asked, watch)
-                        first = await answer.content.readany()
+                        first = await answer.readany()
                         if not first:
-                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                            raise wire.BrokenOff("its stream has ended before the first byte")
                         watch.stop()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(job, target, answer, self._clock)
-                        await passage.carry(first, answer.content, self._timeouts.idle_s)
-        except (aiohttp.ClientError, OSError) as error:
+                        await passage.carry(first, answer, self._timeouts.idle_s)
+        except OSError as error:
             if beside is not None and (other := _error_of(beside)) is not None:
                 raise other from error
             raise _failure(target, error) from error
         return await self._end(job, target, passage)
 
     async def _answer(
-        self, job: Job, target: UpstreamEngine, answer: aiohttp.ClientResponse, asked: float, watch: _Watch
+        self, job: Job, target: UpstreamEngine, answer: wire.LegAnswer, asked: float, watch: _Watch
     ) -> Outcome:
         """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt
         follows."""
         watch.stop()
         try:
             read = await whole(answer)
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except ConnectionError as error:
             job.draft.because(Reason.DECODE_FAILED)
             log.warning("%s: %s: its answer broke off: %s", job.request_id, target, describe(error))
             why = f"{target} ended before its answer was complete"
@@ -183,10 +181,12 @@ class UpstreamLegs:
         job.draft.response_id = passage.scan.response_id or job.draft.response_id
         return Outcome(await passage.end(self._timeouts.idle_s), passage.status)
 
-    def _post(self, job: Job, engine: UpstreamEngine, body: bytes) -> aiohttp.client._RequestContextManager:
+    def _post(
+        self, job: Job, engine: UpstreamEngine, body: bytes
+    ) -> AbstractAsyncContextManager[wire.LegAnswer]:
         headers = leg_headers(job.request.headers, job.request_id)
         url = engine.url + job.request.path
-        return self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        return self._client.post(url, data=body, headers=headers)
 
 
 class _Watch:
@@ -232,7 +232,7 @@ def _failure(engine: UpstreamEngine, error: Exception) -> UpstreamFailed:
     return UpstreamFailed(engine, "it ended before its answer was complete")
 
 
-def _passage(job: Job, engine: UpstreamEngine, answer: aiohttp.ClientResponse, clock: Clock) -> Passage:
+def _passage(job: Job, engine: UpstreamEngine, answer: wire.LegAnswer, clock: Clock) -> Passage:
     """The way of a stream that has begun to the client."""
     draft, timer = job.draft, job.timer
 
@@ -253,7 +253,7 @@ def _passage(job: Job, engine: UpstreamEngine, answer: aiohttp.ClientResponse, c
     )
 
 
-def whole_response(draft: Draft, answer: Answer) -> web.Response:
+def whole_response(draft: Draft, answer: Answer) -> wire.Response:
     """An engine's answer, for the client."""
     headers = draft.headers() | {"Content-Type": answer.content_type}
-    return web.Response(status=answer.status, body=answer.body, headers=headers)
+    return wire.Response(status=answer.status, body=answer.body, headers=headers)

@@ -10,9 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from aiohttp import web
-
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.router.wire import Lifespan, Site
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +54,10 @@ class Watched(Generic[_Value]):
             self.look()
 
 
-def watching(file: Watched[Any]) -> Callable[[web.Application], AsyncIterator[None]]:
-    """For an application's `cleanup_ctx`: the file is followed while the server runs."""
+def watching(file: Watched[Any]) -> Lifespan:
+    """The file is followed while a site is served."""
 
-    async def lifespan(_: web.Application) -> AsyncIterator[None]:
+    async def lifespan(_: Site) -> AsyncIterator[None]:
         following = asyncio.create_task(file.follow())
         try:
             yield
