@@ -33,8 +33,6 @@ PROMPT_TOKENS = 500
 _KEPT_RECORDS = 8192
 """Accounts that a report may have at most; routers ask twice a second."""
 _TOKEN_BYTES = 20_000
-_TOKEN_S = 1e-6
-"""What computing takes, by its account: so little that queues never make a handoff look dear."""
 
 
 class _Params(msgspec.Struct):
@@ -120,7 +118,8 @@ class Mock:
                 digest="d" * 32,
             )
             params = {"offer": offer, "prompt_token_ids": list(range(PROMPT_TOKENS))}
-            phases = {Phase.PREFILL_QUEUE.value: 0.0, Phase.PREFILL_COMPUTE.value: PROMPT_TOKENS * _TOKEN_S}
+            # Nothing of its computing, whose queue the cost model would weigh: every prompt is handed over.
+            phases = {Phase.PREFILL_QUEUE.value: 0.0, Phase.PREFILL_OFFER.value: 0.0}
             self._note(ticket, phases=phases, computed_tokens=PROMPT_TOKENS, finish_reason="length")
         return msgspec.json.encode(
             {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Literal
 
@@ -161,15 +160,10 @@ class Engine:
         """Legs of this router's here."""
         return self.reservations.legs
 
-    @contextmanager
-    def reserve(self, tokens: int = TYPICAL_TOKENS, compute: int = 0) -> Iterator[Reservation]:
+    def reserve(self, tokens: int = TYPICAL_TOKENS, compute: int = 0) -> Reservation:
         """Count one leg here while the context lasts, from the decision on: `tokens` of load, `compute` of
         them to be computed here."""
-        reservation = self.reservations.take(tokens, compute)
-        try:
-            yield reservation
-        finally:
-            reservation.end()
+        return self.reservations.take(tokens, compute)
 
     def sign(
         self,

@@ -8,13 +8,19 @@ from kvhandoff.router.policy import TYPICAL_TOKENS
 
 
 class Reservation:
-    """One leg's."""
+    """One leg's: until its context ends."""
 
     def __init__(self, of: Reservations, tokens: int, compute: int) -> None:
         self._of = of
         self._tokens = tokens
         self._compute = compute
         self._ended = False
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def computed(self) -> None:
         """The prompt is computed: the leg is no more in anybody's way but by its KV."""

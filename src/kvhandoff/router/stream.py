@@ -127,9 +127,11 @@ class LastEvent:
         """`complete`, after this piece."""
         if not self._begun:
             seen = self.tail + piece
-            self._begun = any(mark in seen for mark in self._marks)
+            for mark in self._marks:
+                if mark in seen:
+                    self._begun = True
         self.tail = (self.tail + piece[-self._keep :])[-self._keep :]
-        return self.complete
+        return self._begun and self.complete
 
 
 _EVENT_END = b"\n\n"
@@ -212,19 +214,18 @@ class Passage:
         told from the text, so the connection is cut. So it is for a client that doesn't read.
         """
         try:
-            async with asyncio.timeout(idle_s):
-                if self.broken is not None and self._last.tail.endswith(_EVENT_END):
-                    error = RequestError(
-                        self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error"
-                    )
-                    name = b"event: error\n" if self._endpoint is Endpoint.RESPONSES else b""
-                    self.response.write(name + b"data: " + msgspec.json.encode(error.body()) + _EVENT_END)
-                elif self.status != 200:
-                    self.response.cut()
-                    return self.response
-                self.response.write_eof()
-                await self.response.drained()
-        except (ClientGone, OSError):
+            if self.broken is not None and self._last.tail.endswith(_EVENT_END):
+                error = RequestError(self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error")
+                name = b"event: error\n" if self._endpoint is Endpoint.RESPONSES else b""
+                self.response.write(name + b"data: " + msgspec.json.encode(error.body()) + _EVENT_END)
+            elif self.status != 200:
+                self.response.cut()
+                return self.response
+            self.response.write_eof()
+            if self.response.full:
+                async with asyncio.timeout(idle_s):
+                    await self.response.drained()
+        except (ClientGone, TimeoutError):
             self.response.cut()
         return self.response
 

@@ -8,7 +8,7 @@ number. Here is what it lets pass and another parser on the way might read diffe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from email.utils import formatdate
 from functools import cache
 from http import HTTPStatus
@@ -80,21 +80,20 @@ def _check_body(pairs: Pairs) -> tuple[bytes | None, bytes | None]:
 def response_head(status: int, headers: Mapping[str, str], *more: bytes) -> bytes:
     """A response's first line and headers; `more`: whole lines. Raises ValueError for a header that would
     end before its end."""
-    return b"".join((_status_line(status), _date(), *_lines(headers), *more, b"\r\n"))
+    return b"".join((_status_line(status), _date(), _lines(headers), *more, b"\r\n"))
 
 
 def request_head(path: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
     """Of a POST with a body of `length` bytes. Raises ValueError, as `response_head`."""
     first = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n".encode("ascii")
-    return b"".join((first, *_lines(headers), b"\r\n"))
+    return b"".join((first, _lines(headers), b"\r\n"))
 
 
-def _lines(headers: Mapping[str, str]) -> Iterable[bytes]:
-    for name, value in headers.items():
-        line = f"{name}: {value}".encode("utf-8", "surrogateescape")
-        if b"\n" in line or b"\r" in line or b"\0" in line:
-            raise ValueError(f"a header with the name {name!r} has a line end in it")
-        yield line + b"\r\n"
+def _lines(headers: Mapping[str, str]) -> bytes:
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers) or "\0" in text:
+        raise ValueError(f"one of the headers {', '.join(headers)} has a line end in it")
+    return text.encode("utf-8", "surrogateescape")
 
 
 @cache

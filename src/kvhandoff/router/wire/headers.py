@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar, overload
+
+_Default = TypeVar("_Default")
 
 
 class Headers(Mapping[str, str]):
@@ -14,10 +17,8 @@ class Headers(Mapping[str, str]):
     __slots__ = ("_first", "_pairs")
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self._pairs = pairs
-        self._first: dict[str, str] = {}
-        for name, value in reversed(pairs):
-            self._first[_text(name).lower()] = _text(value)
+        self._pairs = [(_text(name).lower(), _text(value)) for name, value in pairs]
+        self._first = dict(reversed(self._pairs))
 
     def __getitem__(self, name: str) -> str:
         return self._first[name.lower()]
@@ -31,10 +32,18 @@ class Headers(Mapping[str, str]):
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self._first
 
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+    @overload
+    def get(self, name: str, /, default: str | _Default) -> str | _Default: ...
+    def get(self, name: str, /, default: object = None) -> object:
+        """The first value; the mapping's own `get` raises and catches for each name that isn't there."""
+        return self._first.get(name.lower(), default)
+
     def getall(self, name: str, default: list[str] | None = None) -> list[str]:
         """Every value, in order. Raises KeyError when there is none, and no default."""
         wanted = name.lower()
-        found = [_text(value) for given, value in self._pairs if _text(given).lower() == wanted]
+        found = [value for given, value in self._pairs if given == wanted]
         if not found and default is None:
             raise KeyError(name)
         return found or (default or [])

@@ -43,7 +43,8 @@ class LegAnswer:
         self._connection = connection
         self._pieces: list[bytes] = []
         self._held = 0
-        self._complete = False
+        self.complete = False
+        """All of it is in."""
         self._error: BrokenOff | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
@@ -53,14 +54,9 @@ class LegAnswer:
         """Without parameters."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
-    @property
-    def complete(self) -> bool:
-        """All of it is in."""
-        return self._complete
-
     async def readany(self) -> bytes:
         """What is in; empty at the end. Raises BrokenOff."""
-        if not self._pieces and not self._complete:
+        if not self._pieces and not self.complete:
             await self._news()
         pieces, self._pieces, self._held = self._pieces, [], 0
         self._connection.resume()
@@ -79,7 +75,7 @@ class LegAnswer:
         pieces, self._pieces, self._held = self._pieces, [], 0
         if pieces:
             sink.take(b"".join(pieces))
-        if self._complete or self._error is not None:
+        if self.complete or self._error is not None:
             sink.finish(self._error)
 
     def flow(self, room: bool) -> None:
@@ -108,9 +104,9 @@ class LegAnswer:
 
     def end(self, error: BrokenOff | None) -> None:
         """It is complete, or has broken off."""
-        if self._complete or self._error is not None:
+        if self.complete or self._error is not None:
             return
-        self._complete, self._error = error is None, error
+        self.complete, self._error = error is None, error
         if self._sink is not None:
             self._sink.finish(error)
         self._wake()

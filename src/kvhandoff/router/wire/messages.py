@@ -190,6 +190,11 @@ class StreamResponse:
         """Whether its head goes out with the first piece, or has gone."""
         return self._connection is not None
 
+    @property
+    def full(self) -> bool:
+        """The client takes too little."""
+        return self._connection is not None and self._connection.full
+
     def prepare(self, request: Request) -> None:
         """The client's request is answered with this. Raises ClientGone."""
         self._connection = request.connection
@@ -225,7 +230,7 @@ class StreamResponse:
 
     async def drained(self) -> None:
         """Until there is room. Raises ClientGone."""
-        if self._connection is None or not self._connection.full:
+        if not self.full:
             return
         self._room = asyncio.get_running_loop().create_future()
         await self._room
@@ -244,12 +249,14 @@ async def read_body(request: Request, limit_bytes: int, read_s: float) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":  # a small body could unpack into a huge one
         raise RequestError(f"Content-Encoding: got {encoding!r}, allowed is none", status=415)
-    try:
-        async with asyncio.timeout(read_s):
-            body = await request.read()
-    except TimeoutError as error:
-        why = f"body: not complete after {read_s:g} s"
-        raise RequestError(why, status=408, param="body", code="body_timeout") from error
+    if not request.complete:
+        try:
+            async with asyncio.timeout(read_s):
+                await request.read()
+        except TimeoutError as error:
+            why = f"body: not complete after {read_s:g} s"
+            raise RequestError(why, status=408, param="body", code="body_timeout") from error
+    body = await request.read()
     if len(body) > limit_bytes:
         raise too_large(limit_bytes)
     return body

@@ -44,7 +44,9 @@ class Routes:
     def __init__(self, routes: Iterable[RouteDef]) -> None:
         self._exact: dict[str, dict[str, RouteDef]] = {}
         self._patterns: dict[re.Pattern[str], dict[str, RouteDef]] = {}
+        self._names: dict[str, str] = {}
         for route in routes:
+            self._names[route.page] = _PART.sub(r"{\1}", route.page)
             if "{" in route.page:
                 self._patterns.setdefault(_pattern(route.page), {})[route.method] = route
             else:
@@ -57,7 +59,7 @@ class Routes:
         for methods, parts in self._at(path):
             route = methods.get(wanted)
             if route is not None:
-                return Found(route.handler, _PART.sub(r"{\1}", route.page), parts)
+                return Found(route.handler, self._names[route.page], parts)
             allowed |= methods.keys() | ({"HEAD"} if "GET" in methods else set())
         where = f"{method} {path[:200]}"
         if not allowed:
