@@ -92,6 +92,9 @@ class Engine:
         """Why its present life obeys no ticket."""
         self._refused_polls = 0
         self._watchdog = Watchdog(timeouts.progress_s)
+        self._view: EngineView | None = None
+        self._viewed: tuple[object, ...] = ()
+        """What the last view was made from: several policies look in a row."""
         self._poll_lock = asyncio.Lock()
         self._polls_begun = 0
         self._last_poll = 0
@@ -140,6 +143,12 @@ class Engine:
 
     def view(self) -> EngineView:
         """What the policies see."""
+        seen = (self.state, self.problem, self.draining, self.reservations.changes, self.costs)
+        if self._view is None or seen != self._viewed:
+            self._view, self._viewed = self._look(), seen
+        return self._view
+
+    def _look(self) -> EngineView:
         state, ours = self.state, self.reservations
         return EngineView(
             url=self.url,

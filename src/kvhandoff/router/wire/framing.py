@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from email.utils import formatdate
 from functools import cache
 from http import HTTPStatus
+from typing import NamedTuple
 
 MAX_HEAD_BYTES = 65_536
 """Of a message's first line and headers together."""
@@ -30,41 +31,43 @@ class BadFraming(Exception):
         self.status = status
 
 
+class _Seen(NamedTuple):
+    """What a head says of its message's framing."""
+
+    length: bytes | None
+    encoding: bytes | None
+    hosts: int
+
+
 def check_request(version: str, pairs: Pairs) -> None:
     """Raises BadFraming for a head that httptools lets pass."""
     if version not in ("1.1", "1.0"):
         raise BadFraming(f"version: got HTTP/{version}, allowed is HTTP/1.1", 505)
-    _check_size(pairs)
-    length, encoding = _check_body(pairs)
-    if encoding is not None and (version != "1.1" or length is not None):
+    seen = _look(pairs)
+    if seen.encoding is not None and (version != "1.1" or seen.length is not None):
         raise BadFraming("Transfer-Encoding: allowed is HTTP/1.1 without Content-Length")
-    hosts = sum(name.lower() == b"host" for name, _ in pairs)
-    if hosts > 1 or (hosts == 0 and version == "1.1"):
-        raise BadFraming(f"Host: got {hosts} of them, allowed is one")
+    if seen.hosts > 1 or (seen.hosts == 0 and version == "1.1"):
+        raise BadFraming(f"Host: got {seen.hosts} of them, allowed is one")
 
 
 def check_response(version: str, status: int, pairs: Pairs) -> None:
     """The same for an engine's answer. One that goes on until its connection is closed is refused too: cut
     short it would look whole."""
-    _check_size(pairs)
-    length, encoding = _check_body(pairs)
-    if encoding is not None and (version != "1.1" or length is not None):
+    seen = _look(pairs)
+    if seen.encoding is not None and (version != "1.1" or seen.length is not None):
         raise BadFraming("it has Transfer-Encoding beside Content-Length, or in HTTP/1.0")
-    if length is None and encoding is None and status not in (204, 304):
+    if seen.length is None and seen.encoding is None and status not in (204, 304):
         raise BadFraming("it has neither Content-Length nor chunks, so that its end can't be told")
 
 
-def _check_size(pairs: Pairs) -> None:
+def _look(pairs: Pairs) -> _Seen:
+    """Raises BadFraming for a head that is too large, or says one thing twice."""
     if len(pairs) > MAX_HEADERS:
         raise BadFraming(f"headers: got {len(pairs)}, allowed is {MAX_HEADERS}", 431)
-    if sum(len(name) + len(value) + 4 for name, value in pairs) > MAX_HEAD_BYTES:
-        raise BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431)
-
-
-def _check_body(pairs: Pairs) -> tuple[bytes | None, bytes | None]:
-    """(Content-Length, Transfer-Encoding), each once at most."""
     length = encoding = None
+    size = hosts = 0
     for name, value in pairs:
+        size += len(name) + len(value) + 4
         match name.lower():
             case b"content-length":
                 if length is not None or not value.isdigit():
@@ -74,7 +77,11 @@ def _check_body(pairs: Pairs) -> tuple[bytes | None, bytes | None]:
                 if encoding is not None or value.lower() != b"chunked":
                     raise BadFraming("Transfer-Encoding: allowed is chunked, once", 501)
                 encoding = value
-    return length, encoding
+            case b"host":
+                hosts += 1
+    if size > MAX_HEAD_BYTES:
+        raise BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431)
+    return _Seen(length, encoding, hosts)
 
 
 def response_head(status: int, headers: Mapping[str, str], *more: bytes) -> bytes:
