@@ -70,7 +70,6 @@ def test_no_part_of_an_answer_is_an_answer(raw: bytes) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"HTTP/1.1 200 OK\r\n\r\nhello",  # until the connection ends
         b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         SIZED.replace(b"Content-Length", b"Content-Length: 5\r\nContent-Length"),
         SIZED.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"),
@@ -92,6 +91,12 @@ def test_no_part_of_an_answer_is_an_answer(raw: bytes) -> None:
 async def test_bad_answers(raw: bytes) -> None:
     with pytest.raises(BrokenOff):
         await ask([raw], eof=True)
+
+
+async def test_an_answer_that_only_its_connection_would_end() -> None:
+    """Cut short it would look whole. It is not waited for."""
+    with pytest.raises(BrokenOff, match="its end can't be told"):
+        await ask([b"HTTP/1.1 200 OK\r\n\r\nhello"])
 
 
 def read_by_h11(raw: bytes) -> tuple[int, bytes] | None:

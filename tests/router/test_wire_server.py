@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvhandoff.core.errors import RequestError
+from kvhandoff.router.wire import Headers, Request
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
 from kvhandoff.web import ClientGone
@@ -232,6 +233,16 @@ async def test_body_beyond_the_limit() -> None:
     assert echo.seen == []
     assert status_of(wire) == 413
     assert wire.end == "eof"
+
+
+async def test_nothing_beyond_the_limit_is_kept() -> None:
+    connection: Any = None
+    request = Request(connection, "POST", "/", "", "1.1", Headers(), keep_alive=True, limit=10)
+    for _ in range(3):
+        request.feed(b"x" * 6)
+    assert request._body == []
+    with pytest.raises(RequestError, match="more than the allowed 10 bytes"):
+        await request.read()
 
 
 async def test_continue() -> None:

@@ -1,7 +1,7 @@
 """Where messages begin and end: what is refused, and how heads are written.
 
 httptools (llhttp in its strict mode) refuses by itself: a bare LF, a folded header, a bad name or value, a
-Content-Length that is no number or is repeated, one beside Transfer-Encoding, a chunk size that is no hex
+Content-Length that is no number, either length header twice or both of them, a chunk size that is no hex
 number. Here is what it lets pass and another parser on the way might read differently, or not at all.
 """
 
@@ -44,8 +44,8 @@ def check_request(version: str, pairs: Pairs) -> None:
     if version not in ("1.1", "1.0"):
         raise BadFraming(f"version: got HTTP/{version}, allowed is HTTP/1.1", 505)
     seen = _look(pairs)
-    if seen.encoding is not None and (version != "1.1" or seen.length is not None):
-        raise BadFraming("Transfer-Encoding: allowed is HTTP/1.1 without Content-Length")
+    if seen.encoding is not None and version != "1.1":
+        raise BadFraming("Transfer-Encoding: allowed is HTTP/1.1")
     if seen.hosts > 1 or (seen.hosts == 0 and version == "1.1"):
         raise BadFraming(f"Host: got {seen.hosts} of them, allowed is one")
 
@@ -54,14 +54,14 @@ def check_response(version: str, status: int, pairs: Pairs) -> None:
     """The same for an engine's answer. One that goes on until its connection is closed is refused too: cut
     short it would look whole."""
     seen = _look(pairs)
-    if seen.encoding is not None and (version != "1.1" or seen.length is not None):
-        raise BadFraming("it has Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+    if seen.encoding is not None and version != "1.1":
+        raise BadFraming("it has Transfer-Encoding in HTTP/1.0")
     if seen.length is None and seen.encoding is None and status not in (204, 304):
         raise BadFraming("it has neither Content-Length nor chunks, so that its end can't be told")
 
 
 def _look(pairs: Pairs) -> _Seen:
-    """Raises BadFraming for a head that is too large, or says one thing twice."""
+    """Raises BadFraming for a head that is too large, or has another coding than chunks."""
     if len(pairs) > MAX_HEADERS:
         raise BadFraming(f"headers: got {len(pairs)}, allowed is {MAX_HEADERS}", 431)
     length = encoding = None
@@ -70,12 +70,10 @@ def _look(pairs: Pairs) -> _Seen:
         size += len(name) + len(value) + 4
         match name.lower():
             case b"content-length":
-                if length is not None or not value.isdigit():
-                    raise BadFraming("Content-Length: allowed is one whole number")
                 length = value
             case b"transfer-encoding":
-                if encoding is not None or value.lower() != b"chunked":
-                    raise BadFraming("Transfer-Encoding: allowed is chunked, once", 501)
+                if value.lower() != b"chunked":
+                    raise BadFraming("Transfer-Encoding: allowed is chunked", 501)
                 encoding = value
             case b"host":
                 hosts += 1
