@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 from kvhandoff.core.errors import RequestError
@@ -84,7 +83,7 @@ class Dispatcher:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
         source.owed = True
         engine = source.engine
-        with _outcome(engine):
+        with _Outcome(engine):
             try:
                 async with asyncio.timeout(self._timeouts.prefill_s) as wait:
                     with engine.silence.ends(wait):
@@ -107,7 +106,7 @@ class Dispatcher:
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
         pushed = x.source is not None and x.source.awaited
-        with engine.reserve(x.tokens, x.to_compute) as x.reservation, _outcome(engine) as leg:
+        with engine.reserve(x.tokens, x.to_compute) as x.reservation, _Outcome(engine) as leg:
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
                 async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:
@@ -183,17 +182,22 @@ class Dispatcher:
         return self._client.post(engine.url + x.request.path, data=body, headers=x.headers)
 
 
-@contextmanager
-def _outcome(engine: Engine) -> Iterator[LegOutcome]:
-    """Have the engine's circuit breaker learn what becomes of a leg."""
-    leg = engine.circuit.begin()
-    try:
-        yield leg
-    except LegFailed as failure:
-        if failure.kind != "ticket_refused":  # it is well, and another life, or has another key
-            leg.failed()
-        raise
-    leg.succeeded()
+class _Outcome:
+    """Has the engine's circuit breaker learn what becomes of a leg."""
+
+    __slots__ = ("_leg",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._leg = engine.circuit.begin()
+
+    def __enter__(self) -> LegOutcome:
+        return self._leg
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._leg.succeeded()
+        elif isinstance(error, LegFailed) and error.kind != "ticket_refused":
+            self._leg.failed()  # else it is well, and another life, or has another key
 
 
 async def _answer(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Outcome:
