@@ -201,6 +201,19 @@ async def test_a_large_body_goes_as_the_engine_takes_it() -> None:
     assert (await asking).status == 200
 
 
+async def test_an_engine_that_answers_before_it_has_all() -> None:
+    """It waits for the rest of the body: the next request would be taken for that."""
+    connection = LegConnection()
+    wire = Wire(connection)
+    connection.pause_writing()
+    asking = asyncio.ensure_future(connection.ask(HEAD, b"x" * (3 << 20)))
+    await quiet()
+    await wire.feed([SIZED])
+    answer = await asking
+    assert await answer.read() == b"hello"
+    assert not connection.usable
+
+
 async def test_connections_are_kept_and_nothing_is_left() -> None:
     ports: list[int] = []
 

@@ -14,6 +14,7 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.router.wire import Headers, Request
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
+from kvhandoff.router.wire.server import Server
 from kvhandoff.web import ClientGone
 from tests.router.wires import CUTS, LIMIT, MUTATIONS, Echo, Wire, cut, mutated, quiet
 
@@ -327,6 +328,22 @@ async def test_flow() -> None:
     wire.protocol.resume_writing()
     await quiet()
     assert (told, waiting.done()) == ([False, True], True)
+
+
+async def test_closing() -> None:
+    """Who is idle is closed at once, who is at work after its answer, which goes out whole."""
+    echo = Echo()
+    echo.server = Server(echo.site, 10.0)
+    echo.gate = asyncio.Event()
+    _, idle = await exchange([], echo)
+    _, busy = await exchange([POST], echo)
+    closing = asyncio.ensure_future(echo.server.close())
+    await quiet()
+    assert (idle.end, busy.end) == ("close", "")
+    echo.gate.set()
+    await closing
+    assert undated(busy.written).endswith(b"Connection: close\r\n\r\nhello")
+    assert busy.end == "close"
 
 
 async def test_a_header_can_not_be_smuggled_out() -> None:

@@ -48,8 +48,13 @@ class Host(Protocol):
 
     limit: int
     """Bytes of a body at most."""
-    connections: set[Connection]
     closing: bool
+
+    def joined(self, connection: Connection, /) -> None:
+        """It is open."""
+
+    def left(self, connection: Connection, /) -> None:
+        """It has ended."""
 
     def answer(self, request: Request, /) -> Coroutine[Any, Any, Response | StreamResponse]:
         """Raises nothing but CancelledError."""
@@ -87,11 +92,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._host.connections.add(self)
+        self._host.joined(self)
         self._rest(IDLE_S)
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._host.connections.discard(self)
+        self._host.left(self)
         self._transport = self._parser = None
         self._waiting.clear()
         if self._task is not None:
@@ -328,8 +333,9 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def close_idle(self) -> None:
-        """The server closes: end it, unless a request is under way, which is then its last."""
+    def close(self) -> None:
+        """The server closes: end it when what is written has gone out, unless a request is under way, which
+        is then its last."""
         if self._serving is None and self._transport is not None:
             self._transport.close()
 

@@ -196,7 +196,8 @@ class LegConnection(asyncio.Protocol):
         """A large body goes in pieces, as the engine takes them: as one block it would hold up the loop."""
         for start in range(0, len(body), _SLICE):
             if self._transport is None or answered.done():
-                return  # it has answered without wanting all
+                self._keep_alive = False  # it has answered without wanting all, and waits for the rest
+                return
             self._transport.write(body[start : start + _SLICE])
             if self._room is not None:
                 await asyncio.wait((self._room, answered), return_when=asyncio.FIRST_COMPLETED)

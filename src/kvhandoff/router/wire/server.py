@@ -17,6 +17,8 @@ from kvhandoff.router.wire.site import Site
 
 _LOOK_S = 1.0
 """Between two looks for connections whose time is up."""
+_FLUSH_S = 0.5
+"""The last answers have so long to go out when a server closes."""
 _BACKLOG = 1024
 """Connections that the system holds for a loop that is busy."""
 
@@ -33,6 +35,9 @@ class Server:
         """The bound port, also when 0 was asked for."""
         self._site = site
         self._shutdown_s = shutdown_s
+        self._empty = asyncio.Event()
+        """There is no connection."""
+        self._empty.set()
         self._listeners: list[asyncio.Server] = []
         self._running = contextlib.AsyncExitStack()
         self._sweeper: asyncio.Task[None] | None = None
@@ -63,13 +68,24 @@ class Server:
             await loop.create_unix_server(lambda: Connection(self, side_door=True), str(path))
         )
 
+    def joined(self, connection: Connection) -> None:
+        """See `Host`."""
+        self.connections.add(connection)
+        self._empty.clear()
+
+    def left(self, connection: Connection) -> None:
+        """See `Host`."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._empty.set()
+
     async def close(self) -> None:
         """Stop listening, give running requests a moment, end what is left."""
         self.closing = True
         for listener in self._listeners:
             listener.close()
         for connection in list(self.connections):
-            connection.close_idle()
+            connection.close()
         running = self._tasks()
         if running:
             _, running = await asyncio.wait(running, timeout=self._shutdown_s)
@@ -77,6 +93,9 @@ class Server:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=self._shutdown_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_S):
+                await self._empty.wait()
         for connection in list(self.connections):
             connection.abort()
         if self._sweeper is not None:
