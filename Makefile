@@ -5,8 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
+RUST   := .venv-vllm-router
 
-.PHONY: run test test-main test-vllm index-server vllm-env lint types check format clean compare-vllm bench-vllm
+.PHONY: run test test-main test-vllm index-server vllm-env lint types check format clean compare-vllm bench-vllm \
+	bench-router vllm-router-env
 
 run: $(READY)
 	$(BIN)/kvhandoff up $(ARGS)
@@ -49,6 +51,16 @@ compare-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
 
 bench-vllm: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
 	$(BIN)/python -m benchmarks.vllm $(ARGS)
+
+# Beside vllm-router, where it can be installed. ARGS=--quick takes a minute.
+bench-router: $(READY) $(if $(KVHANDOFF_VLLM_ROUTER),,vllm-router-env)
+	$(BIN)/python -m benchmarks.router $(ARGS)
+
+# Tried again each time while it can't be installed.
+vllm-router-env: $(RUST)/.ready
+
+$(RUST)/.ready: scripts/vllm_router_env.sh
+	PYTHON=$(PYTHON) scripts/vllm_router_env.sh
 
 bench-%: $(READY)
 	$(BIN)/python -m benchmarks.$* $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.stream import FirstContent, LastEvent, Passage
+from kvhandoff.router.stream import BROKEN_OFF, FirstContent, LastEvent, Passage
+from kvhandoff.web import CLIENT_LEFT
 
 CHAT = Endpoint.CHAT
 
@@ -63,38 +64,105 @@ def test_any_cut(cuts: list[int]) -> None:
     assert scan.response_id == "chatcmpl-1"
 
 
+class Loop:
+    """A clock that a test turns, and the alarms that were set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.alarms: list[tuple[float, Any]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Any) -> Any:
+        self.alarms.append((when, callback))
+        return self
+
+    def cancel(self) -> None:
+        """Of an alarm."""
+
+
+class Answer:
+    """Of an engine, poured by the test."""
+
+    def __init__(self) -> None:
+        self.flows: list[bool] = []
+
+    def pour(self, sink: Any) -> None:
+        self.sink = sink
+
+    def flow(self, room: bool) -> None:
+        self.flows.append(room)
+
+    def stop(self) -> None:
+        """The passage wants no more."""
+
+
+class Response:
+    on_flow: Any = None
+    written = b""
+
+    def prepare(self, request: Any) -> None:
+        """It is."""
+
+    def write(self, piece: bytes) -> None:
+        self.written += piece
+
+
+async def passing(idle_s: float) -> tuple[Any, Any, Any, asyncio.Task[None]]:
+    """A passage under way that has written "a", its clock, its engine's answer, and its task."""
+    request: Any = None
+    passage: Any = Passage(request, CHAT, "decode engine d", {}, lambda: None, lambda: None, lambda: None)
+    passage.response, passage._loop, answer = Response(), Loop(), Answer()
+    task = asyncio.create_task(passage.carry(b"a", answer, idle_s))
+    await asyncio.sleep(0)
+    return passage, passage._loop, answer, task
+
+
 async def test_every_piece_moves_the_deadline() -> None:
     """A long stream is bounded between its pieces, not as a whole."""
-    moved: list[float] = []
+    passage, loop, answer, task = await passing(5.0)
+    for loop.now, piece in ((4.0, b"b"), (8.0, b"c")):
+        answer.sink.take(piece)
+    when, look = loop.alarms.pop()
+    assert when == 5.0
+    look()
+    assert not task.done()
+    assert [when for when, _ in loop.alarms] == [13.0]
+    loop.now = 13.0
+    loop.alarms.pop()[1]()
+    await task
+    assert (passage.status, passage.response.written) == (BROKEN_OFF, b"abc")
+    assert passage._why == "decode engine d sent nothing for 5 s before its answer was complete"
 
-    class Idle:
-        def reschedule(self, when: float) -> None:
-            moved.append(when)
 
-    class Content:
-        pieces: ClassVar = [b"b", b"c", b""]
+async def test_a_client_that_takes_nothing_is_given_up() -> None:
+    """It holds its engine up meanwhile, and is not the engine's failure."""
+    passage, loop, answer, task = await passing(5.0)
+    loop.now = 4.0
+    passage.response.on_flow(False)
+    assert answer.flows == [False]
+    loop.now = 5.0
+    loop.alarms.pop()[1]()
+    assert not task.done(), "it has 5 s from when it took its last"
+    loop.now = 9.0
+    loop.alarms.pop()[1]()
+    await task
+    assert (passage.status, passage.broken) == (CLIENT_LEFT, None)
 
-        async def readany(self) -> bytes:
-            return self.pieces.pop(0)
 
-    class Response:
-        prepared = True
-        written = b""
-
-        async def write(self, piece: bytes) -> None:
-            self.written += piece
-
-    fake: Any = Response()
-    idle: Any = Idle()
-    content: Any = Content()
-    request: Any = None
-    passage = Passage(request, CHAT, "decode engine d", {}, lambda: None, lambda: None, lambda: None)
-    passage.response = fake
-    await passage._carry_on(b"a", content, idle, 5.0)
-    assert fake.written == b"abc"
-    assert len(moved) == 3
-    assert moved == sorted(moved)
-    assert all(abs(when - asyncio.get_running_loop().time() - 5.0) < 5.0 for when in moved)
+async def test_a_client_that_takes_some_again() -> None:
+    passage, loop, answer, task = await passing(5.0)
+    passage.response.on_flow(False)
+    loop.now = 4.0
+    passage.response.on_flow(True)
+    assert answer.flows == [False, True]
+    loop.now = 8.0
+    loop.alarms.pop()[1]()
+    assert not task.done()
+    answer.sink.finish(None)
+    await task
+    assert passage.status == 200
 
 
 def test_a_line_without_end_is_not_collected_for_ever() -> None:

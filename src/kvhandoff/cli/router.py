@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Awaitable, Callable
@@ -20,12 +21,13 @@ from kvhandoff.cli.common import (
 )
 from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
 from kvhandoff.cli.traces import Traces, traces_endpoint
+from kvhandoff.cli.workers import run_workers
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.handoff.settings import HandoffSettings
 
 if TYPE_CHECKING:
     from kvhandoff.router.security import Security
-    from kvhandoff.web import Server
+    from kvhandoff.router.wire import Server
 
 _log = logging.getLogger(__name__)
 
@@ -168,6 +170,16 @@ IndexTTL = typer.Option(
     min=0.1,
     help="Seconds that a shared index keeps a turn after its last use: the engines' --retain-lease.",
 )
+Workers = typer.Option(
+    1,
+    "--workers",
+    min=1,
+    max=64,
+    help="Processes that share the port, for more requests than one core can carry; with several, "
+    "conversations need a shared --index, or --return off.",
+)
+WorkerIndex = typer.Option(None, "--worker", hidden=True, min=0, help="Which of the workers this is.")
+Doors = typer.Option(None, "--doors", hidden=True, file_okay=False, help="Folder of the workers' sockets.")
 
 
 def router(
@@ -202,6 +214,9 @@ def router(
     engine_ca: Path | None = EngineCa,
     cluster_key_file: Path | None = ClusterKeyFile,
     traces: str | None = Traces,
+    workers: int = Workers,
+    worker: int | None = WorkerIndex,
+    doors: Path | None = Doors,
     log_level: Level = LogLevel,
     log_format: Format = LogFormat,
     lifeline: bool = Lifeline,
@@ -209,7 +224,7 @@ def router(
     """Run the router in front of engines that are up."""
     from kvhandoff.router.security import Security
 
-    set_up_logging(log_level, log_format, "router")
+    set_up_logging(log_level, log_format, "router" if worker is None else f"router worker {worker}")
     spans_to = traces_endpoint(traces)
     security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
     if not (decode or fleet or registration):
@@ -227,15 +242,21 @@ def router(
             )
         if index != "memory":
             raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
+        if workers > 1:
+            raise ConfigError(f"workers: got {workers}, allowed with --connector {connector.value} is 1")
         if fleet is not None or registration:
             raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
         start = _upstream(connector, prefill, decode, host, port, path, return_mode, security, spans_to)
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
 
+    import uvloop
+
     from kvhandoff.router.app import serve
     from kvhandoff.router.config import RouterConfig
+    from kvhandoff.router.index import IN_MEMORY
     from kvhandoff.router.policy import Policies
+    from kvhandoff.router.worker import Worker
 
     config = RouterConfig(
         prefill=tuple(prefill),
@@ -255,8 +276,16 @@ def router(
         index=index,
         index_ttl_s=index_ttl,
         traces=spans_to,
+        worker=Worker(worker or 0, workers, doors),
     )
-
+    if workers > 1 and worker is None:
+        if index == IN_MEMORY and return_mode is not ReturnOption.OFF:
+            raise ConfigError(
+                f"workers: got {workers} with --index {index}, allowed is 1; --return off; or an index that "
+                "they share (valkey://HOST:PORT/DB), since any worker may get a conversation's next turn"
+            )
+        uvloop.run(run_workers(workers, host, port, lifeline=lifeline))
+        return
     _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)
 
 
@@ -306,4 +335,8 @@ def _run(serve: Callable[[], Awaitable[Server]], host: str, *, tls: bool, lifeli
 
     import uvloop
 
+    # Nothing that a request leaves has cycles, and what is kept (records, index) is large: looking for
+    # garbage after every 700 objects, as Python does, would go through all of that again and again.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     uvloop.run(run())

@@ -2,6 +2,7 @@
 
     /health                                        anybody
     registrations                                  engines: each is signed with the cluster key
+    what a worker has been told                    its siblings, at its side door
     completions, models, records of one's own      a tenant's key
     all else: rebind, /ready, /metrics, …          an operator's key; the file may open the last two
 
@@ -14,23 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from aiohttp import web
-from aiohttp.typedefs import Middleware
-
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
 from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.limits import Charge, Limits, Meter, SharedCounts
 from kvhandoff.router.security import Security
 from kvhandoff.router.tenants import Tenant, Tenants, read_tenants, salted
 from kvhandoff.router.watched import Watched
-from kvhandoff.web import Handler
 
 _Value = TypeVar("_Value")
 
-OPEN = frozenset({"/health", "/internal/engines"})
+OPEN = frozenset({"/health", "/internal/engines", "/internal/worker"})
 CLIENTS = frozenset(
     {
         *(endpoint.path for endpoint in Endpoint),
@@ -87,7 +85,7 @@ class Caller:
         return self._tenant.models if self._tenant is not None else None
 
 
-CALLER = web.RequestKey("caller", Caller)
+CALLER = wire.Key("caller", Caller)
 """In every request that a handler gets."""
 
 
@@ -108,8 +106,13 @@ class Access:
         clock: Clock,
         on_refused: Callable[[str], None],
         shared: SharedCounts | None = None,
+        *,
+        share: int = 1,
     ) -> None:
-        """Raises ConfigError when the file of tenants can't be used."""
+        """`shared`: what tenants use of all routers; without it, `share` says of how many processes this is
+        one, and each has that part of every limit. Raises ConfigError when the file of tenants can't be used.
+        """
+        self._share = 1 if shared is not None else share
         self._clock = clock
         self._shared = shared
         self._on_refused = on_refused
@@ -122,28 +125,19 @@ class Access:
             else Watched("tenants", [path], lambda contents: self._know(read_tenants(path, *contents)))
         )
 
-    @property
-    def middleware(self) -> Middleware:
-        """For the application, inside the one that answers errors."""
+    def admit(self, request: wire.Request) -> None:
+        """Note in the request who its caller is, who may have its page. Raises RequestError: 401, or 403."""
+        try:
+            request[CALLER] = self._admit(request)
+        except RequestError as error:
+            self._on_refused(error.code or "")
+            raise
 
-        @web.middleware
-        async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-            try:
-                request[CALLER] = self._admit(request)
-            except RequestError as error:
-                self._on_refused(error.code or "")
-                raise
-            return await handler(request)
-
-        return authenticate
-
-    def _admit(self, request: web.Request) -> Caller:
-        """The caller, who may have this page. Raises RequestError: 401, or 403."""
+    def _admit(self, request: wire.Request) -> Caller:
         if self.file is None:
             return self._anybody
         tenants, callers = self.file.value
-        route = request.match_info.route.resource
-        page = route.canonical if route is not None else None  # None: there is no such page
+        page = request.page
         if page in OPEN or (page is not None and page.removeprefix("/") in tenants.open_pages):
             return self._anybody
         caller = callers[_tenant_of(request, tenants).name]
@@ -160,7 +154,7 @@ class Access:
         """A tenant's use goes on under its new limits; one that is gone is forgotten."""
         before, self._meters, callers = self._meters, {}, {}
         for tenant in tenants:
-            limits = Limits(tenant.max_concurrency, tenant.tokens_per_minute)
+            limits = Limits(tenant.max_concurrency, tenant.tokens_per_minute).shared_by(self._share)
             meter = before.get(tenant.name) or Meter(tenant.name, limits, self._clock, self._shared)
             meter.limits = limits
             self._meters[tenant.name] = meter
@@ -168,7 +162,7 @@ class Access:
         return _Known(tenants, callers)
 
 
-def _tenant_of(request: web.Request, tenants: Tenants) -> Tenant:
+def _tenant_of(request: wire.Request, tenants: Tenants) -> Tenant:
     """By the key in `Authorization: Bearer KEY`. Raises RequestError (401), which shows nothing of it."""
     given = request.headers.getall("Authorization", [])
     scheme, _, key = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")

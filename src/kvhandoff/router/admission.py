@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from aiohttp import web
-
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import HistoryRef
+from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
@@ -34,7 +33,6 @@ from kvhandoff.router.policy import (
 from kvhandoff.router.prefixes import Prefixes
 from kvhandoff.router.records import Draft
 from kvhandoff.router.token_bound import token_bound
-from kvhandoff.web import read_body
 
 
 class Admission:
@@ -56,14 +54,14 @@ class Admission:
         self._metrics = metrics
         self._clock = clock
 
-    async def admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
+    async def admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
         """Read the request and choose its path. Raises RequestError."""
         config, caller = self._config, request[CALLER]
         draft.tenant = caller.name
         draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
         draft.charge = await caller.charge(draft.because)
-        raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
+        raw = await wire.read_body(request, config.max_body_bytes, config.timeouts.body_s)
         fields = caller.salted(parse_body(raw))
         if draft.endpoint is Endpoint.RESPONSES:
             check_stateless(fields)

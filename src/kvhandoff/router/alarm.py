@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+
+class _Listening:
+    __slots__ = ("_wait", "_waits")
+
+    def __init__(self, waits: set[asyncio.Timeout], wait: asyncio.Timeout) -> None:
+        self._waits = waits
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        self._waits.add(self._wait)
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.discard(self._wait)
 
 
 class Alarm:
@@ -13,14 +25,9 @@ class Alarm:
     def __init__(self) -> None:
         self._waits: set[asyncio.Timeout] = set()
 
-    @contextmanager
-    def ends(self, wait: asyncio.Timeout) -> Iterator[None]:
+    def ends(self, wait: asyncio.Timeout) -> _Listening:
         """While the context lasts, `ring` makes `wait`, which has been entered, expire at once."""
-        self._waits.add(wait)
-        try:
-            yield
-        finally:
-            self._waits.discard(wait)
+        return _Listening(self._waits, wait)
 
     def ring(self) -> None:
         """The engine doesn't answer any more."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
-import aiohttp
 import msgspec
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import OfferDescriptor
+from kvhandoff.router import wire
 from kvhandoff.router.engine import Engine, Role, describe, refuses_connection
 from kvhandoff.router.side import read_error
 
@@ -105,7 +106,15 @@ _MISSES = frozenset(reason.value for reason in Reason)
 """Error codes of an engine that was told to answer with an error when the KV can't be used."""
 
 
-async def whole(response: aiohttp.ClientResponse) -> Answer:
+class _Response(Protocol):
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    async def read(self) -> bytes: ...
+
+
+async def whole(response: _Response) -> Answer:
     """The answer, its body read."""
     content_type = response.headers.get("Content-Type", "application/json")
     return Answer(response.status, content_type, await response.read())
@@ -177,7 +186,7 @@ def network_failure(engine: Engine, error: Exception) -> LegFailed:
     """An exception on the way to an answer, as a failed leg."""
     if refuses_connection(error):
         return LegFailed(engine, "refused", describe(error))
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError):
+    if isinstance(error, wire.NotConnected):
         return LegFailed(engine, "not_sent", describe(error))
     if isinstance(error, TimeoutError):
         why = "no answer in time" if engine.healthy else f"no answer, and then: {engine.problem}"

@@ -7,11 +7,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from aiohttp import web
-
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.records import LegRecord
+from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.admission import Admission
 from kvhandoff.router.body import unknown_model
@@ -27,6 +26,7 @@ from kvhandoff.router.limits import open_limits
 from kvhandoff.router.member_dns import NamedMembers
 from kvhandoff.router.member_file import FileMembers
 from kvhandoff.router.members import MemberSource
+from kvhandoff.router.merging import merge_metrics, merge_ready, merge_running
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.ready import describe_engine, describe_fleet
 from kvhandoff.router.rebind import read_order, rebind
@@ -34,9 +34,11 @@ from kvhandoff.router.rebinder import Rebinder
 from kvhandoff.router.records import Draft, Records, RequestRecord
 from kvhandoff.router.registrations import Registrations
 from kvhandoff.router.relay import Relay
-from kvhandoff.router.session import engine_session
+from kvhandoff.router.session import engine_session, leg_client
+from kvhandoff.router.told import WORKER_PAGE, read_told, told_by
 from kvhandoff.router.traced import traced
-from kvhandoff.web import Server, json_response, read_body
+from kvhandoff.router.wire import Server, json_response, read_body
+from kvhandoff.router.worker import Siblings
 
 log = logging.getLogger(__name__)
 
@@ -69,47 +71,57 @@ class Front:
         )
         self._conversations = Conversations(self._index, config.max_conversations)
         self._registrations = Registrations(config.cluster_key, clock) if config.registration else None
+        self._siblings = Siblings(config.worker)
         self._fleet: Fleet
         self._relay: Relay
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[wire.RouteDef]:
         """All endpoints."""
-        registrations = self._registrations
+        registrations, siblings = self._registrations, self._siblings
+        told = None if registrations is None else siblings.told(registrations.post)
         return [
-            *([web.post("/internal/engines", registrations.post)] if registrations is not None else []),
-            web.post("/v1/engines/drain", self.drain),
-            web.post(Endpoint.CHAT.path, self.chat_completions),
-            web.post(Endpoint.COMPLETIONS.path, self.completions),
-            web.post(Endpoint.RESPONSES.path, self.responses),
-            web.get("/v1/models", self.models),
-            web.get("/v1/models/{id:.+}", self.model),
-            web.get("/v1/handoffs", self.running),
-            web.get("/v1/handoffs/{id}", self.handoff),
-            web.post("/v1/handoffs/{id}/rebind", self.rebind),
-            web.get("/health", self.health),
-            web.get("/ready", self.ready),
-            web.get("/metrics", self.metrics),
+            *([wire.post("/internal/engines", told)] if told is not None else []),
+            wire.get(WORKER_PAGE, self.worker),
+            wire.post("/v1/engines/drain", siblings.told(self.drain)),
+            wire.post(Endpoint.CHAT.path, self.chat_completions),
+            wire.post(Endpoint.COMPLETIONS.path, self.completions),
+            wire.post(Endpoint.RESPONSES.path, self.responses),
+            wire.get("/v1/models", self.models),
+            wire.get("/v1/models/{id:.+}", self.model),
+            wire.get("/v1/handoffs", siblings.merged(self.running, merge_running)),
+            wire.get("/v1/handoffs/{id}", siblings.found(self.handoff)),
+            wire.post("/v1/handoffs/{id}/rebind", siblings.found(self.rebind)),
+            wire.get("/health", self.health),
+            wire.get("/ready", siblings.merged(self.ready, merge_ready)),
+            wire.get("/metrics", siblings.merged(self.metrics, merge_metrics)),
         ]
 
     def refused(self, code: str) -> None:
         """A request had no key, or none for its page."""
         self._metrics.count_refused(code)
 
-    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+    async def lifespan(self, site: wire.Site) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         config = self._config
+        connect_s, security = config.timeouts.connect_s, config.security
         async with (
             traced(config.traces, self._records, self._metrics.spans),
-            engine_session(config.timeouts.connect_s, config.security) as session,
+            engine_session(connect_s, security) as session,
+            leg_client(connect_s, security) as client,
+            self._siblings.reachable(),
         ):
+            told = await read_told(self._siblings)
+            if self._registrations is not None:
+                self._registrations.take_over(told.registrations)
             sources = members_of(self._config)
             if self._registrations is not None:
                 sources.append(self._registrations)
             self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs, sources)
             admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
-            self._relay = Relay(self._config, fleet, admission, session, self._records, self._clock)
+            self._relay = Relay(self._config, fleet, admission, client, self._records, self._clock)
             try:
                 await asyncio.gather(self._fleet.start(), self._index.start())
+                told.drain(self._fleet)
                 if self._config.policies.binding == "rebind":
                     rebinder = Rebinder(fleet, self._config.policies, self._relay.running)
                     fleet.spawn(rebinder.run(self._config.poll_interval_s))
@@ -129,20 +141,20 @@ class Front:
         self._metrics.observe(record)
         self._fleet.learn(record)
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def chat_completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
         return await self._answer(request, Endpoint.CHAT)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
         return await self._answer(request, Endpoint.COMPLETIONS)
 
-    async def responses(self, request: web.Request) -> web.StreamResponse:
+    async def responses(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
         return await self._answer(request, Endpoint.RESPONSES)
 
-    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
         with self._metrics.in_flight.track_inprogress():
             return await self._relay.answer(request, endpoint)
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: wire.Request) -> wire.Response:
         """The fleet's models, as OpenAI lists them."""
         models = [
             self._model(name, longest)
@@ -150,7 +162,7 @@ class Front:
         ]
         return json_response({"object": "list", "data": models})
 
-    async def model(self, request: web.Request) -> web.Response:
+    async def model(self, request: wire.Request) -> wire.Response:
         """One of the fleet's models; its name may have slashes."""
         name, served = request.match_info["id"], request[CALLER].models(self._fleet.models())
         request[CALLER].check_model(name)
@@ -167,25 +179,25 @@ class Front:
             "max_model_len": longest,
         }
 
-    async def handoff(self, request: web.Request) -> web.Response:
+    async def handoff(self, request: wire.Request) -> wire.Response:
         """A request's record; waits a moment for accounts that the engines have not given yet."""
         draft = self._draft(request)
         await self._settle(draft)
         return json_response(draft.record())
 
-    async def running(self, request: web.Request) -> web.Response:
+    async def running(self, request: wire.Request) -> wire.Response:
         """The records of the requests under way, as far as they are known: which there are to be moved."""
         drafts = (x.draft for x in self._relay.running.values())
         return json_response({"running": [d.record() for d in drafts if request[CALLER].sees(d.tenant)]})
 
-    async def rebind(self, request: web.Request) -> web.Response:
+    async def rebind(self, request: wire.Request) -> wire.Response:
         """Move a request to another decode engine before its answer begins. For operators."""
         draft = self._draft(request)
         order = read_order(await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s))
         running = self._relay.running.get(draft.handoff_id)
         return json_response(await rebind(draft, running, self._fleet, self._config.policies, order))
 
-    def _draft(self, request: web.Request) -> Draft:
+    def _draft(self, request: wire.Request) -> Draft:
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
         if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
@@ -213,25 +225,31 @@ class Front:
         missing = draft.missing()
         return [engine for engine in self._fleet.engines if engine.healthy and engine.identity in missing]
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def worker(self, request: wire.Request) -> wire.Response:
+        """What this worker has been told, for a sibling that has just started."""
+        if not request.from_sibling:
+            raise RequestError(f"no such endpoint: GET {WORKER_PAGE}", status=404, code="unknown_url")
+        return json_response(told_by(self._fleet, self._registrations))
+
+    async def health(self, request: wire.Request) -> wire.Response:
         """The router itself runs."""
         return json_response({"status": "ok"})
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self, request: wire.Request) -> wire.Response:
         """Whether requests can be answered, and each engine's state; 503 when no decode engine is healthy."""
         status, body = describe_fleet(self._fleet)
         return json_response(body, status=status)
 
-    async def drain(self, request: web.Request) -> web.Response:
+    async def drain(self, request: wire.Request) -> wire.Response:
         """Give an engine no new legs, or give it some again. For operators."""
         raw = await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s)
         return json_response(describe_engine(drain(raw, self._fleet)))
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: wire.Request) -> wire.Response:
         self._metrics.show_fleet(
             self._fleet.pairs.report(), sum(engine.draining for engine in self._fleet.engines)
         )
-        return web.Response(
+        return wire.Response(
             body=self._metrics.text(self._fleet.engines),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
@@ -246,11 +264,8 @@ def members_of(config: RouterConfig) -> list[MemberSource]:
     return sources
 
 
-def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Application:
-    """The router as an application.
-
-    Run it with `handler_cancellation=True`, as `serve` does: a client that leaves ends its legs that way.
-    """
+def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> wire.Site:
+    """The router as a site."""
     front = Front(config, clock)
     return guarded(
         front.routes(),
@@ -265,6 +280,7 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> web.Applica
             deadline_s=config.timeouts.index_s,
             connect_s=config.timeouts.connect_s,
         ),
+        worker=config.worker,
     )
 
 
@@ -273,4 +289,4 @@ async def serve(config: RouterConfig) -> Server:
 
     Raises ConfigError when the address can't be had, or a file of `config.security` can't be used.
     """
-    return await serve_guarded(create_app(config), config.host, config.port, config.security)
+    return await serve_guarded(create_app(config), config.host, config.port, config.security, config.worker)

@@ -13,6 +13,7 @@ from kvhandoff.router.address import DNS, EngineAddress, EngineName, parse_addre
 from kvhandoff.router.index import IN_MEMORY, check_index
 from kvhandoff.router.policy import PATH_CHOICES, RETURN_CHOICES, PathChoice, Policies, ReturnChoice
 from kvhandoff.router.security import Security
+from kvhandoff.router.worker import Worker
 
 MISS_POLICIES: tuple[MissPolicy, ...] = ("recompute", "error")
 
@@ -119,6 +120,8 @@ class RouterConfig:
     least recently used go first."""
     traces: str | None = field(default=None, repr=False)
     """Where spans are posted (OTLP over HTTP), as a whole URL; None: no traces."""
+    worker: Worker = field(default_factory=Worker)
+    """Which of the processes that share the port this is."""
     timeouts: Timeouts = Timeouts()
     security: Security = field(default_factory=Security)
 

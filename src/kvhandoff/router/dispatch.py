@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
-
-import aiohttp
-from aiohttp import web
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import MissPolicy
+from kvhandoff.router import wire
 from kvhandoff.router.answers import (
     Answer,
     LegFailed,
@@ -43,15 +40,15 @@ EVENT_STREAM = "text/event-stream"
 class Outcome(NamedTuple):
     """A response, and the status that its record is closed with."""
 
-    response: web.StreamResponse
+    response: wire.Response | wire.StreamResponse
     status: int
 
 
 class Dispatcher:
     """Sends legs. Failures that another attempt may mend are raised as LegFailed."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeouts: Timeouts, on_miss: MissPolicy) -> None:
-        self._session = session
+    def __init__(self, client: wire.Client, timeouts: Timeouts, on_miss: MissPolicy) -> None:
+        self._client = client
         self._timeouts = timeouts
         self._on_miss = on_miss
 
@@ -87,13 +84,13 @@ class Dispatcher:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
         source.owed = True
         engine = source.engine
-        with _outcome(engine), x.draft.traced("prefill", source.ref, engine.url) as context:
+        with _Outcome(engine), x.draft.traced("prefill", source.ref, engine.url) as context:
             try:
                 async with asyncio.timeout(self._timeouts.prefill_s) as wait:
                     with engine.silence.ends(wait):
                         async with self._post(x, engine, body, context) as upstream:
                             answer = await whole(upstream)
-            except (aiohttp.ClientError, OSError) as error:
+            except OSError as error:
                 raise network_failure(engine, error) from error
             if answer.status != 200:
                 return for_client(engine, answer)
@@ -113,7 +110,7 @@ class Dispatcher:
         name = "local" if x.source is None else "decode"
         with (
             engine.reserve(x.tokens, x.to_compute) as x.reservation,
-            _outcome(engine) as leg,
+            _Outcome(engine) as leg,
             x.draft.traced(name, x.draft.decode, engine.url) as context,
         ):
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
@@ -127,15 +124,15 @@ class Dispatcher:
                         if upstream.content_type != EVENT_STREAM:
                             x.settle()
                             return await _answer(x, engine, upstream)
-                        first = await upstream.content.readany()
+                        first = await upstream.readany()
                         if not first:
-                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                            raise wire.BrokenOff("its stream has ended before the first byte")
                         leg.succeeded()
                         x.settle()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(x, engine, upstream)
-                        await passage.carry(first, upstream.content, self._timeouts.idle_s)
-            except (aiohttp.ClientError, OSError) as error:
+                        await passage.carry(first, upstream, self._timeouts.idle_s)
+            except OSError as error:
                 if x.move is not None and isinstance(error, TimeoutError):
                     raise Moved from error
                 raise network_failure(engine, error) from error
@@ -189,31 +186,34 @@ class Dispatcher:
 
     def _post(
         self, x: Exchange, engine: Engine, body: bytes, context: Mapping[str, str]
-    ) -> aiohttp.client._RequestContextManager:
-        # A large body goes in pieces: as one block it would hold up the loop.
-        data = body if len(body) < 2**20 else io.BytesIO(body)
-        url = engine.url + x.request.path
-        return self._session.post(url, data=data, headers={**x.headers, **context}, allow_redirects=False)
+    ) -> AbstractAsyncContextManager[wire.LegAnswer]:
+        headers = {**x.headers, **context} if context else x.headers
+        return self._client.post(engine.url + x.request.path, data=body, headers=headers)
 
 
-@contextmanager
-def _outcome(engine: Engine) -> Iterator[LegOutcome]:
-    """Have the engine's circuit breaker learn what becomes of a leg."""
-    leg = engine.circuit.begin()
-    try:
-        yield leg
-    except LegFailed as failure:
-        if failure.kind != "ticket_refused":  # it is well, and another life, or has another key
-            leg.failed()
-        raise
-    leg.succeeded()
+class _Outcome:
+    """Has the engine's circuit breaker learn what becomes of a leg."""
+
+    __slots__ = ("_leg",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._leg = engine.circuit.begin()
+
+    def __enter__(self) -> LegOutcome:
+        return self._leg
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._leg.succeeded()
+        elif isinstance(error, LegFailed) and error.kind != "ticket_refused":
+            self._leg.failed()  # else it is well, and another life, or has another key
 
 
-async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Outcome:
+async def _answer(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Outcome:
     """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt follows."""
     try:
         answer = await whole(upstream)
-    except (aiohttp.ClientError, ConnectionError) as error:
+    except ConnectionError as error:
         x.draft.because(Reason.DECODE_FAILED)
         log.warning("%s: %s: its answer broke off: %s", x.key, engine, describe(error))
         why = f"{engine} ended before its answer was complete"
@@ -225,7 +225,7 @@ async def _answer(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse)
     return _pass_on(x, without_params(answer))
 
 
-def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> Passage:
+def _passage(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Passage:
     """The way of a stream that has begun to the client."""
 
     def first_byte() -> None:
@@ -254,4 +254,4 @@ def _passage(x: Exchange, engine: Engine, upstream: aiohttp.ClientResponse) -> P
 
 def _pass_on(x: Exchange, answer: Answer) -> Outcome:
     headers = x.draft.headers() | {"Content-Type": answer.content_type}
-    return Outcome(web.Response(status=answer.status, body=answer.body, headers=headers), answer.status)
+    return Outcome(wire.Response(status=answer.status, body=answer.body, headers=headers), answer.status)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Literal
 
@@ -27,6 +26,7 @@ from kvhandoff.router.records import LegRef
 from kvhandoff.router.reservations import Reservation, Reservations
 from kvhandoff.router.side import EngineError, NoReport, SidePages
 from kvhandoff.router.watchdog import Watchdog
+from kvhandoff.router.wire import NotConnected
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,9 @@ class Engine:
         """Why its present life obeys no ticket."""
         self._refused_polls = 0
         self._watchdog = Watchdog(timeouts.progress_s)
+        self._view: EngineView | None = None
+        self._viewed: tuple[object, ...] = ()
+        """What the last view was made from: several policies look in a row."""
         self._poll_lock = asyncio.Lock()
         self._polls_begun = 0
         self._last_poll = 0
@@ -140,6 +143,12 @@ class Engine:
 
     def view(self) -> EngineView:
         """What the policies see."""
+        seen = (self.state, self.problem, self.draining, self.reservations.changes, self.costs)
+        if self._view is None or seen != self._viewed:
+            self._view, self._viewed = self._look(), seen
+        return self._view
+
+    def _look(self) -> EngineView:
         state, ours = self.state, self.reservations
         return EngineView(
             url=self.url,
@@ -160,15 +169,10 @@ class Engine:
         """Legs of this router's here."""
         return self.reservations.legs
 
-    @contextmanager
-    def reserve(self, tokens: int = TYPICAL_TOKENS, compute: int = 0) -> Iterator[Reservation]:
+    def reserve(self, tokens: int = TYPICAL_TOKENS, compute: int = 0) -> Reservation:
         """Count one leg here while the context lasts, from the decision on: `tokens` of load, `compute` of
         them to be computed here."""
-        reservation = self.reservations.take(tokens, compute)
-        try:
-            yield reservation
-        finally:
-            reservation.end()
+        return self.reservations.take(tokens, compute)
 
     def sign(
         self,
@@ -348,6 +352,8 @@ class Engine:
 
 def refuses_connection(error: BaseException) -> bool:
     """Whether nothing listens there; a host that doesn't answer in time may only be busy."""
+    if isinstance(error, NotConnected):
+        return error.refused
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
         error.os_error, ConnectionRefusedError
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aiohttp import web
-
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef
+from kvhandoff.router import wire
 from kvhandoff.router.body import Fields
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.moves import Bound, Move
@@ -25,7 +24,7 @@ from kvhandoff.router.source import Source
 class Exchange:
     """One client request. Its times are cut on the router's own clock."""
 
-    request: web.Request
+    request: wire.Request
     fields: Fields
     summary: RequestSummary
     headers: dict[str, str]

@@ -1,64 +1,67 @@
-"""An application behind its guards: keys are asked for, errors answered, connections encrypted."""
+"""A site behind its guards: keys are asked for, errors answered, connections encrypted."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from aiohttp import web
-
 from kvhandoff.core.clock import Clock
+from kvhandoff.router import wire
 from kvhandoff.router.access import Access
 from kvhandoff.router.limits import SharedCounts
 from kvhandoff.router.security import Security, listener_tls
 from kvhandoff.router.watched import watching
-from kvhandoff.web import Server, errors, is_loopback
-from kvhandoff.web import serve as listen
+from kvhandoff.router.worker import Worker
+from kvhandoff.web import is_loopback
 
 log = logging.getLogger(__name__)
 
+_ALONE = Worker()
+
 
 def guarded(
-    routes: Iterable[web.RouteDef],
-    lifespan: Callable[[web.Application], AsyncIterator[None]],
+    routes: Iterable[wire.RouteDef],
+    lifespan: wire.Lifespan,
     security: Security,
     *,
     max_body_bytes: int,
     clock: Clock,
     on_refused: Callable[[str], None],
     limits: SharedCounts | None = None,
-) -> web.Application:
-    """The application of a router. `on_refused` gets the error code of each request refused for its key;
-    `limits`: what tenants use of all routers, where these count together. Raises ConfigError when the file of
-    tenants can't be used."""
-    access = Access(security, clock, on_refused, limits)
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[errors, access.middleware])
-    app.add_routes(routes)
+    worker: Worker = _ALONE,
+) -> wire.Site:
+    """The site of a router. `on_refused` gets the error code of each request refused for its key; `limits`:
+    what tenants use of all routers, where these count together. Raises ConfigError when the file of tenants
+    can't be used."""
+    access = Access(security, clock, on_refused, limits, share=worker.count)
+    site = wire.Site(routes, access.admit, max_body_bytes=max_body_bytes)
     if access.file is not None:
-        app.cleanup_ctx.append(watching(access.file))
+        site.lifespans.append(watching(access.file))
         if limits is not None:
-            app.cleanup_ctx.append(_sharing(limits))
-    app.cleanup_ctx.append(lifespan)
-    return app
+            site.lifespans.append(_sharing(limits))
+    site.lifespans.append(lifespan)
+    return site
 
 
-async def serve_guarded(app: web.Application, host: str, port: int, security: Security) -> Server:
+async def serve_guarded(
+    site: wire.Site, host: str, port: int, security: Security, worker: Worker = _ALONE
+) -> wire.Server:
     """Start to listen. Raises ConfigError when the address, or the certificate, can't be used."""
     tls = listener_tls(security)
     if tls is not None:
-        app.cleanup_ctx.append(watching(tls))
+        site.lifespans.append(watching(tls))
     if not is_loopback(host):
         if security.tenants is None:
             log.warning("host %s without --tenants: whoever reaches this port may use all of it", host)
         elif tls is None:
             log.warning("host %s without --tls-cert: keys and prompts travel in the clear", host)
-    return await listen(app, host, port, tls=None if tls is None else tls.value)
+    return await wire.serve(site, host, port, tls=None if tls is None else tls.value, door=worker.door())
 
 
-def _sharing(limits: SharedCounts) -> Callable[[web.Application], AsyncIterator[None]]:
-    """For an application's `cleanup_ctx`."""
+def _sharing(limits: SharedCounts) -> wire.Lifespan:
+    """They count while a site is served."""
 
-    async def lifespan(_: web.Application) -> AsyncIterator[None]:
+    async def lifespan(_: wire.Site) -> AsyncIterator[None]:
         await limits.start()
         try:
             yield

@@ -159,16 +159,40 @@ class Rewriting:
     """A table at work."""
 
     def __init__(self, rows: Rows) -> None:
-        self._prefill = {name: row.prefill for name, row in rows.items() if not isinstance(row.prefill, Keep)}
-        self._decode = {name: row.decode for name, row in rows.items() if not isinstance(row.decode, Keep)}
+        self._prefill = _Side({name: row.prefill for name, row in rows.items()})
+        self._decode = _Side({name: row.decode for name, row in rows.items()})
 
     def prefill(self, client: Fields) -> Fields:
         """The prefill leg's body, without kv_transfer_params."""
-        return _rewrite(client, self._prefill)
+        return self._prefill.rewrite(client)
 
     def decode(self, client: Fields) -> Fields:
         """The decode (or local) leg's body, without kv_transfer_params."""
-        return _rewrite(client, self._decode)
+        return self._decode.rewrite(client)
+
+
+class _Side:
+    """The actions for one leg, sorted by what they take: most fields of the table are in no body."""
+
+    def __init__(self, actions: Mapping[str, Action]) -> None:
+        self._dropped = frozenset(name for name, action in actions.items() if isinstance(action, Drop))
+        self._changed = {name: a for name, a in actions.items() if isinstance(a, Cap | Without)}
+        self._set = {
+            name: msgspec.Raw(msgspec.json.encode(action.value))
+            for name, action in actions.items()
+            if isinstance(action, Set)
+        }
+
+    def rewrite(self, client: Fields) -> Fields:
+        """Raises RequestError for an object that can't be read."""
+        fields = {name: value for name, value in client.items() if name not in self._dropped}
+        for name in self._changed.keys() & fields.keys():
+            match self._changed[name]:
+                case Cap(limit):
+                    fields[name] = _capped(fields[name], limit)
+                case Without(names):
+                    fields[name] = _without(name, fields[name], names)
+        return fields | self._set
 
 
 def leg_body(fields: Fields, kv_transfer_params: msgspec.Struct | None) -> bytes:
@@ -187,21 +211,6 @@ def leg_headers(client: Mapping[str, str], handoff_id: str) -> dict[str, str]:
         "Accept-Encoding": "identity",
         "X-Request-Id": handoff_id,
     }
-
-
-def _rewrite(client: Fields, actions: Mapping[str, Action]) -> Fields:
-    fields = dict(client)
-    for name, action in actions.items():
-        match action:
-            case Drop():
-                fields.pop(name, None)
-            case Set(value):
-                fields[name] = msgspec.Raw(msgspec.json.encode(value))
-            case Cap(limit) if name in client:
-                fields[name] = _capped(client[name], limit)
-            case Without(names) if name in client:
-                fields[name] = _without(name, client[name], names)
-    return fields
 
 
 def _without(field: str, raw: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -11,6 +11,8 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.router.engine import Role
 from kvhandoff.router.pairs import PairReport
 from kvhandoff.router.records import Draft, RequestRecord
+
+_Child = TypeVar("_Child")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -26,6 +28,19 @@ class ShownEngine(Protocol):
     def healthy(self) -> bool: ...
     @property
     def reserved(self) -> int: ...
+
+
+class _Children(dict[tuple[str, ...], _Child]):
+    """A metric's children by the values of their labels. prometheus_client looks a child up under a lock, and
+    makes texts of the values first; requests count a dozen of them."""
+
+    def __init__(self, make: Callable[..., _Child]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, values: tuple[str, ...]) -> _Child:
+        child = self[values] = self._make(*values)
+        return child
 
 
 class RouterMetrics:
@@ -132,13 +147,20 @@ class RouterMetrics:
             registry=self._registry,
         )
 
+        self._reason_of = _Children(self._reasons.labels)
+        self._request_of = _Children(self._requests.labels)
+        self._lookup_of = _Children(self._lookups.labels)
+        self._bytes_of = _Children(self._bytes.labels)
+        self._ttft_of = _Children(self._ttft.labels)
+        self._phase_of = _Children(self._phases.labels)
+
     def count_reason(self, reason: Reason) -> None:
         """One request met this reason."""
-        self._reasons.labels(reason.value, reason.kind.value).inc()
+        self._reason_of[reason, reason.kind].inc()
 
     def count_request(self, draft: Draft) -> None:
         """One request ended."""
-        self._requests.labels(draft.endpoint.value, draft.path or "none", str(draft.status)).inc()
+        self._request_of[draft.endpoint, draft.path or "none", str(draft.status)].inc()
 
     def count_refused(self, code: str) -> None:
         """One request had no key, or none for this page."""
@@ -146,19 +168,22 @@ class RouterMetrics:
 
     def count_lookup(self, *, found: bool) -> None:
         """One turn's conversation was looked up."""
-        self._lookups.labels("hit" if found else "miss").inc()
+        self._lookup_of["hit" if found else "miss",].inc()
 
     def observe(self, record: RequestRecord) -> None:
         """One record is complete."""
         if record.ttft_s is not None and record.path is not None:
-            self._ttft.labels(record.path).observe(record.ttft_s)
+            self._ttft_of[record.path,].observe(record.ttft_s)
             for phase, seconds in record.phases.items():
-                self._phases.labels(phase).observe(seconds)
-        self._returned.inc(record.reused_tokens.returned)
-        self._rebinds.inc(record.rebound)
-        self._bytes.labels("early").inc(record.early_bytes)
-        self._bytes.labels("late").inc(record.bytes - record.early_bytes)
-        self._bytes.labels("return").inc(record.return_bytes)
+                self._phase_of[phase,].observe(seconds)
+        if record.reused_tokens.returned:
+            self._returned.inc(record.reused_tokens.returned)
+        if record.rebound:
+            self._rebinds.inc(record.rebound)
+        if record.bytes or record.return_bytes:
+            self._bytes_of["early",].inc(record.early_bytes)
+            self._bytes_of["late",].inc(record.bytes - record.early_bytes)
+            self._bytes_of["return",].inc(record.return_bytes)
 
     def show_fleet(self, pairs: PairReport, draining: int) -> None:
         """What the next page says of the fleet as a whole."""

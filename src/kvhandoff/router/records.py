@@ -326,9 +326,12 @@ class Draft:
         return _ordered(seconds)
 
 
+_ORDER: dict[str, int] = {phase: position for position, phase in enumerate(Phase)}
+
+
 def _ordered(seconds: dict[str, float]) -> dict[str, float]:
-    known = {phase.value: seconds[phase] for phase in Phase if phase in seconds}
-    return known | {name: value for name, value in seconds.items() if name not in known}
+    order = sorted(seconds.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER)))
+    return {str(name): value for name, value in order}
 
 
 def _account(seconds: dict[str, float], network: Phase, leg: LegRecord, accounted: float) -> None:

@@ -6,20 +6,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import ConfigError, RequestError, invalid
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.urls import check_url
 from kvhandoff.handoff.registration import MAX_LEASE_S, BadRegistration, RegistrationKey
+from kvhandoff.router import wire
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.members import Member
-from kvhandoff.web import json_response, read_body
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,8 @@ _body = msgspec.json.Decoder(SignedRegistration)
 class _Entry:
     member: Member
     until: float
+    signed: object
+    """What it was registered with."""
 
 
 class Registrations:
@@ -61,16 +62,16 @@ class Registrations:
         self._numbers: OrderedDict[Identity, int] = OrderedDict()
         self._news = asyncio.Event()
 
-    async def post(self, request: web.Request) -> web.Response:
+    async def post(self, request: wire.Request) -> wire.Response:
         """`POST /internal/engines`. Answers `{}`; errors: 403 `bad_registration`, 400 for bad fields."""
-        raw = await read_body(request, _MAX_BYTES, _READ_S)
+        raw = await wire.read_body(request, _MAX_BYTES, _READ_S)
         try:
             body = _body.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = f'body: allowed is {{"registration": "SIGNED"}} ({error})'
             raise RequestError(why, param="body") from error
         self.register(body.registration)
-        return json_response({})
+        return wire.json_response({})
 
     def register(self, signed: object) -> None:
         """Take an engine in, keep it for another lease, or let it go. Raises BadRegistration, and
@@ -100,8 +101,20 @@ class Registrations:
             address = EngineAddress(url, said.internal and said.internal.rstrip("/"))
             if url not in self._entries:
                 log.info("%s registers as a %s engine at %s", said.engine, said.role, url)
-            self._entries[url] = _Entry(Member(said.role, address), self._clock() + said.lease_s)
+            self._entries[url] = _Entry(Member(said.role, address), self._clock() + said.lease_s, signed)
         self._news.set()
+
+    def take_over(self, signed: Sequence[object]) -> None:
+        """What a sibling was told."""
+        for one in signed:
+            try:
+                self.register(one)
+            except RequestError as error:
+                log.warning("a sibling's registration can't be used: %s", error)
+
+    def last(self) -> list[object]:
+        """What the engines that are registered now were registered with, for a sibling."""
+        return [entry.signed for entry in self._entries.values()]
 
     async def members(self) -> AsyncIterator[tuple[Member, ...]]:
         """See `MemberSource`; one whose lease has run out is no member any more."""

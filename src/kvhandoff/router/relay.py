@@ -34,14 +34,12 @@ import asyncio
 import logging
 from typing import Literal
 
-import aiohttp
-from aiohttp import web
-
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.ids import HandoffId, new_handoff_id
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
 from kvhandoff.router.admission import Admission, tolerate_miss
 from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.config import RouterConfig
@@ -54,7 +52,7 @@ from kvhandoff.router.moves import Moved
 from kvhandoff.router.policy import EngineView, FleetView
 from kvhandoff.router.records import LegRef, Records
 from kvhandoff.router.source import Source
-from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response
+from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -67,21 +65,21 @@ class Relay:
         config: RouterConfig,
         fleet: Fleet,
         admission: Admission,
-        session: aiohttp.ClientSession,
+        client: wire.Client,
         records: Records,
         clock: Clock,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._admission = admission
-        self._dispatcher = Dispatcher(session, config.timeouts, config.on_miss)
+        self._dispatcher = Dispatcher(client, config.timeouts, config.on_miss)
         self._records = records
         self._clock = clock
         self._policies = config.policies
         self.running: dict[HandoffId, Exchange] = {}
         """Requests that have been admitted and not ended."""
 
-    async def answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
         """The response to a client's request; its record is closed when this returns or is cancelled."""
         timer = PhaseTimer(self._clock)
         draft = self._records.open(
@@ -98,9 +96,9 @@ class Relay:
             response, status = await self._carry(exchange)
         except RequestError as error:
             status = error.status
-            return error_response(error, draft.headers())
+            return wire.error_response(error, draft.headers())
         except ClientGone:
-            return web.Response(status=status)  # nobody receives it
+            return wire.Response(status=status)  # nobody receives it
         finally:
             if status == CLIENT_LEFT and draft.complete:
                 status = 200  # it closed its connection, as clients do, a moment before we did

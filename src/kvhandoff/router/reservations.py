@@ -8,7 +8,7 @@ from kvhandoff.router.policy import TYPICAL_TOKENS
 
 
 class Reservation:
-    """One leg's."""
+    """One leg's: until its context ends."""
 
     def __init__(self, of: Reservations, tokens: int, compute: int) -> None:
         self._of = of
@@ -16,8 +16,15 @@ class Reservation:
         self._compute = compute
         self._ended = False
 
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def computed(self) -> None:
         """The prompt is computed: the leg is no more in anybody's way but by its KV."""
+        self._of.changes += 1
         self._of.computing -= self._compute
         self._compute = 0
 
@@ -34,6 +41,8 @@ class Reservations:
     """One engine's legs, and what it said of others'."""
 
     def __init__(self) -> None:
+        self.changes = 0
+        """Of what stands below: while it is the same, so is that."""
         self.legs = 0
         self.chosen = 0
         """Legs that it was ever given."""
@@ -47,6 +56,7 @@ class Reservations:
 
     def take(self, tokens: int, compute: int) -> Reservation:
         """One more leg."""
+        self.changes += 1
         self.legs += 1
         self.chosen += 1
         self.tokens += tokens
@@ -56,6 +66,7 @@ class Reservations:
     def reported(self, state: EngineState) -> None:
         """Requests beyond the legs that are reserved now are others'. Their sizes are not reported: each is
         taken for a typical one, or for its share of the blocks in use if that is more."""
+        self.changes += 1
         self._others = max(0, state.running + state.waiting + state.loading - self.legs)
         share = state.blocks.used * state.block_size // max(1, state.running)
         self._others_tokens = self._others * max(TYPICAL_TOKENS, share)

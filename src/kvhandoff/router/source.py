@@ -46,10 +46,10 @@ class Source:
 
     def run(self, leg: Coroutine[Any, Any, None], tokens: int) -> None:
         """Send the leg, which computes so many tokens, beside the decode leg (push)."""
+        # Before the task's first step, so that simultaneous requests spread.
         reservation = self.engine.reserve(tokens, tokens)
-        reservation.__enter__()  # before the task's first step, so that simultaneous requests spread
         self._leg = self._spawn(leg)
-        self._leg.add_done_callback(lambda _: reservation.__exit__(None, None, None))
+        self._leg.add_done_callback(lambda _: reservation.end())
 
     def use(self) -> None:
         """A decode engine gives its answer out: it has read or received the KV, or does without.

@@ -1,16 +1,20 @@
-"""A decode engine's stream on its way to the client: byte for byte, piece by piece, unbuffered."""
+"""A decode engine's stream on its way to the client: byte for byte, piece by piece, unbuffered.
+
+Pieces go from the one connection to the other as they come, without a task being woken for them: `Passage` is
+called by the leg's connection, and writes to the client's. It looks into them for two things only: the first
+content, for the record of the request, and the last event, for whether a client that leaves has had it all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 
-import aiohttp
 import msgspec
-from aiohttp import web
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import describe
 from kvhandoff.web import CLIENT_LEFT, ClientGone
@@ -123,9 +127,11 @@ class LastEvent:
         """`complete`, after this piece."""
         if not self._begun:
             seen = self.tail + piece
-            self._begun = any(mark in seen for mark in self._marks)
+            for mark in self._marks:
+                if mark in seen:
+                    self._begun = True
         self.tail = (self.tail + piece[-self._keep :])[-self._keep :]
-        return self.complete
+        return self._begun and self.complete
 
 
 _EVENT_END = b"\n\n"
@@ -145,7 +151,7 @@ class Passage:
 
     def __init__(
         self,
-        request: web.Request,
+        request: wire.Request,
         endpoint: Endpoint,
         engine: str,
         headers: Mapping[str, str],
@@ -153,7 +159,7 @@ class Passage:
         on_content: Callable[[], None],
         on_done: Callable[[], None],
     ) -> None:
-        self.response = web.StreamResponse(headers=headers)
+        self.response = wire.StreamResponse(headers)
         self.status = CLIENT_LEFT
         """Of the record: 200, BROKEN_OFF or CLIENT_LEFT."""
         self.broken: str | None = None
@@ -167,79 +173,123 @@ class Passage:
         self._on_byte = on_byte
         self._on_content = on_content
         self._on_done = on_done
-        self._writing = False
         self._last = LastEvent(endpoint)
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._idle_s = 0.0
+        self._moved = 0.0
+        """When the last piece came, or the client took some again."""
+        self._full = False
+        """The client takes too little."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._answer: wire.LegAnswer | None = None
 
-    async def carry(self, first: bytes, content: aiohttp.StreamReader, idle_s: float) -> None:
-        """Write `first` and all of `content` to the client.
+    async def carry(self, first: bytes, answer: wire.LegAnswer, idle_s: float) -> None:
+        """Write `first` and all that is left of `answer` to the client.
 
         `idle_s` bounds the wait for each piece and for the client to take it, in seconds.
         """
+        self._answer, self._idle_s, self._moved = answer, idle_s, self._loop.time()
         try:
-            async with asyncio.timeout(idle_s) as idle:
-                await self._carry_on(first, content, idle, idle_s)
+            self.response.on_flow = self._flow
+            self.response.prepare(self._request)
+            self.response.write(first)
+            self._on_byte()
+            self._seen(first)
+            self._alarm = self._loop.call_at(self._moved + idle_s, self._look)
+            answer.pour(self)
+            await self._over
         except ClientGone:
-            self.status = 200 if self._last.complete else CLIENT_LEFT
-        except (aiohttp.ClientError, OSError) as error:
-            if not self._writing:  # else it is the client that holds it up
-                self.status, self.broken = BROKEN_OFF, describe(error)
-                silent = isinstance(error, TimeoutError)
-                what = f"sent nothing for {idle_s:g} s" if silent else "ended"
-                self._why = f"{self._engine} {what} before its answer was complete"
-        else:
-            self.status = 200
+            self._left()
+        finally:
+            self.response.on_flow = None
+            answer.stop()
+            if self._alarm is not None:
+                self._alarm.cancel()
 
-    async def end(self, idle_s: float) -> web.StreamResponse:
+    async def end(self, idle_s: float) -> wire.StreamResponse:
         """End the response, properly or so that the client can't take it for whole.
 
         A broken stream ends with an error event between two events. In the middle of one, that could not be
         told from the text, so the connection is cut. So it is for a client that doesn't read.
         """
         try:
-            async with asyncio.timeout(idle_s):
-                if self.broken is not None and self._last.tail.endswith(_EVENT_END):
-                    error = RequestError(
-                        self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error"
-                    )
-                    name = b"event: error\n" if self._endpoint is Endpoint.RESPONSES else b""
-                    await self._write(name + b"data: " + msgspec.json.encode(error.body()) + _EVENT_END)
-                elif self.status != 200:
-                    self._cut()
-                    return self.response
-                await self.response.write_eof()
-        except (ClientGone, OSError):
-            self._cut()
+            if self.broken is not None and self._last.tail.endswith(_EVENT_END):
+                error = RequestError(self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error")
+                name = b"event: error\n" if self._endpoint is Endpoint.RESPONSES else b""
+                self.response.write(name + b"data: " + msgspec.json.encode(error.body()) + _EVENT_END)
+            elif self.status != 200:
+                self.response.cut()
+                return self.response
+            self.response.write_eof()
+            if self.response.full:
+                async with asyncio.timeout(idle_s):
+                    await self.response.drained()
+        except (ClientGone, TimeoutError):
+            self.response.cut()
         return self.response
 
-    async def _carry_on(
-        self, first: bytes, content: aiohttp.StreamReader, idle: asyncio.Timeout, idle_s: float
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        scan = self.scan
-        await self._write(first)
-        self._on_byte()
-        piece = first
-        while piece:
-            if not scan.found and scan.feed(piece):
-                self._on_content()
-            piece = await content.readany()
-            idle.reschedule(loop.time() + idle_s)
-            await self._write(piece)
-        if not scan.found:
-            self._on_content()
+    # ---- the leg's word ----
 
-    async def _write(self, piece: bytes) -> None:
-        self._writing = True
+    def take(self, piece: bytes) -> None:
+        """One more piece of the engine's."""
+        if self._over.done():
+            return
+        self._moved = self._loop.time()
         try:
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
-            await self.response.write(piece)
-        except ConnectionError as error:
-            raise ClientGone from error
-        self._writing = False
+            self.response.write(piece)
+        except ClientGone:
+            self._left()
+            self._done()
+        else:
+            self._seen(piece)
+
+    def finish(self, error: wire.BrokenOff | None) -> None:
+        """The engine's stream is complete, or has broken off."""
+        if self._over.done():
+            return
+        if error is not None:
+            self._break(describe(error), "ended")
+        else:
+            self.status = 200
+            if not self.scan.found:
+                self._on_content()
+        self._done()
+
+    def _seen(self, piece: bytes) -> None:
         if self._last.feed(piece):
             self._on_done()
+        if not self.scan.found and self.scan.feed(piece):
+            self._on_content()
 
-    def _cut(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+    # ---- waiting ----
+
+    def _flow(self, room: bool) -> None:
+        """The client takes too little, or enough again: the engine is held up meanwhile."""
+        self._full = not room
+        self._moved = self._loop.time()
+        if self._answer is not None:
+            self._answer.flow(room)
+
+    def _look(self) -> None:
+        """Whether anything has moved for so long; one timer for a stream, not one for a piece."""
+        due = self._moved + self._idle_s
+        if self._loop.time() < due:
+            self._alarm = self._loop.call_at(due, self._look)
+            return
+        if self._full:
+            self._left()
+        else:
+            self._break("TimeoutError", f"sent nothing for {self._idle_s:g} s")
+        self._done()
+
+    def _left(self) -> None:
+        self.status = 200 if self._last.complete else CLIENT_LEFT
+
+    def _break(self, broken: str, what: str) -> None:
+        self.status, self.broken = BROKEN_OFF, broken
+        self._why = f"{self._engine} {what} before its answer was complete"
+
+    def _done(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)

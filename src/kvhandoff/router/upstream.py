@@ -9,22 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
-from aiohttp import web
-
 from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import RequestError
+from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.body import unknown_model
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.guard import guarded, serve_guarded
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.records import Records
-from kvhandoff.router.session import engine_session
+from kvhandoff.router.session import engine_session, leg_client
 from kvhandoff.router.traced import traced
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamFleet
 from kvhandoff.router.upstream_relay import UpstreamRelay
-from kvhandoff.web import Server, json_response
+from kvhandoff.router.wire import Server, json_response
 
 
 class UpstreamFront:
@@ -44,57 +43,59 @@ class UpstreamFront:
         self._fleet: UpstreamFleet
         self._relay: UpstreamRelay
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[wire.RouteDef]:
         """All endpoints."""
         return [
-            web.post(Endpoint.CHAT.path, self.chat_completions),
-            web.post(Endpoint.COMPLETIONS.path, self.completions),
-            web.get("/v1/models", self.models),
-            web.get("/v1/models/{id:.+}", self.model),
-            web.get("/v1/handoffs/{id}", self.handoff),
-            web.get("/health", self.health),
-            web.get("/ready", self.ready),
-            web.get("/metrics", self.metrics),
+            wire.post(Endpoint.CHAT.path, self.chat_completions),
+            wire.post(Endpoint.COMPLETIONS.path, self.completions),
+            wire.get("/v1/models", self.models),
+            wire.get("/v1/models/{id:.+}", self.model),
+            wire.get("/v1/handoffs/{id}", self.handoff),
+            wire.get("/health", self.health),
+            wire.get("/ready", self.ready),
+            wire.get("/metrics", self.metrics),
         ]
 
     def refused(self, code: str) -> None:
         """A request had no key, or none for its page."""
         self._metrics.count_refused(code)
 
-    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+    async def lifespan(self, site: wire.Site) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
         config = self._config
+        connect_s, security = config.timeouts.connect_s, config.security
         async with (
             traced(config.traces, self._records, self._metrics.spans),
-            engine_session(config.timeouts.connect_s, config.security) as session,
+            engine_session(connect_s, security) as session,
+            leg_client(connect_s, security) as client,
         ):
             self._fleet = UpstreamFleet(
                 config.prefill, config.decode, session, config.timeouts, config.poll_interval_s, self._clock
             )
-            self._relay = UpstreamRelay(config, self._fleet, session, self._records, self._clock)
+            self._relay = UpstreamRelay(config, self._fleet, client, self._records, self._clock)
             await self._fleet.start()
             try:
                 yield
             finally:
                 await self._fleet.close()
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def chat_completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
         return await self._answer(request, Endpoint.CHAT)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
         return await self._answer(request, Endpoint.COMPLETIONS)
 
-    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
         with self._metrics.in_flight.track_inprogress():
             return await self._relay.answer(request, endpoint)
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: wire.Request) -> wire.Response:
         """What the decode engines serve, as OpenAI lists it."""
         served = request[CALLER].models(self._fleet.models())
         data = [self._model(name, served[name]) for name in sorted(served)]
         return json_response({"object": "list", "data": data})
 
-    async def model(self, request: web.Request) -> web.Response:
+    async def model(self, request: wire.Request) -> wire.Response:
         """One of them; its name may have slashes."""
         name, served = request.match_info["id"], request[CALLER].models(self._fleet.models())
         request[CALLER].check_model(name)
@@ -106,7 +107,7 @@ class UpstreamFront:
         facts: dict[str, object] = {"id": name, "object": "model", "created": self._started}
         return facts | {"owned_by": "vllm"} | ({} if longest is None else {"max_model_len": longest})
 
-    async def handoff(self, request: web.Request) -> web.Response:
+    async def handoff(self, request: wire.Request) -> wire.Response:
         """A request's record. It is `incomplete`: the engines give no account."""
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
@@ -118,11 +119,11 @@ class UpstreamFront:
             raise RequestError(why, status=404, param="id", code="handoff_not_found")
         return json_response(draft.record())
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: wire.Request) -> wire.Response:
         """The router itself runs."""
         return json_response({"status": "ok"})
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self, request: wire.Request) -> wire.Response:
         """Whether requests can be answered, and each engine's health; 503 without a healthy decode engine."""
         ready = any(engine.healthy for engine in self._fleet.decode)
         engines = [
@@ -139,18 +140,15 @@ class UpstreamFront:
         body = {"status": status, "connector": self._config.connector, "verified": False, "engines": engines}
         return json_response(body, status=200 if ready else 503)
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
+    async def metrics(self, request: wire.Request) -> wire.Response:
+        return wire.Response(
             body=self._metrics.text(self._fleet.engines),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
 
-def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> web.Application:
-    """The router as an application.
-
-    Run it with `handler_cancellation=True`, as `serve_upstream` does: a client that leaves ends its legs so.
-    """
+def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> wire.Site:
+    """The router as a site."""
     front = UpstreamFront(config, clock)
     return guarded(
         front.routes(),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import aiohttp
 import msgspec
-from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
 from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
@@ -61,7 +60,7 @@ class Refused(Exception):
 class Outcome(NamedTuple):
     """A response, and the status that its record is closed with."""
 
-    response: web.StreamResponse
+    response: wire.Response | wire.StreamResponse
     status: int
 
 
@@ -69,7 +68,7 @@ class Outcome(NamedTuple):
 class Job:
     """One client request, across its attempts."""
 
-    request: web.Request
+    request: wire.Request
     fields: Fields
     summary: RequestSummary
     draft: Draft
@@ -95,10 +94,8 @@ class Job:
 class UpstreamLegs:
     """Sends legs. Used on the event loop's thread only."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, timeouts: Timeouts, references: References, clock: Clock
-    ) -> None:
-        self._session = session
+    def __init__(self, client: wire.Client, timeouts: Timeouts, references: References, clock: Clock) -> None:
+        self._client = client
         self._timeouts = timeouts
         self._references = references
         self._clock = clock
@@ -117,7 +114,7 @@ class UpstreamLegs:
                     with source.silence.ends(wait):
                         async with self._post(job, source, body, context) as answer:
                             return _accepted(source, await whole(answer))
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise _failure(source, error) from error
 
     async def decode(
@@ -160,29 +157,29 @@ class UpstreamLegs:
                             _accepted(target, await whole(answer))  # raises
                         if answer.content_type != EVENT_STREAM:
                             return await self._answer(job, target, answer, asked, watch)
-                        first = await answer.content.readany()
+                        first = await answer.readany()
                         if not first:
-                            raise aiohttp.ClientPayloadError("its stream has ended before the first byte")
+                            raise wire.BrokenOff("its stream has ended before the first byte")
                         watch.stop()
                         leg.succeeded()
                         deadline.reschedule(None)  # from here on, the passage has its own
                         passage = _passage(job, target, answer, self._clock)
-                        await passage.carry(first, answer.content, self._timeouts.idle_s)
-        except (aiohttp.ClientError, OSError) as error:
+                        await passage.carry(first, answer, self._timeouts.idle_s)
+        except OSError as error:
             if beside is not None and (other := _error_of(beside)) is not None:
                 raise other from error
             raise _failure(target, error) from error
         return await self._end(job, target, passage)
 
     async def _answer(
-        self, job: Job, target: UpstreamEngine, answer: aiohttp.ClientResponse, asked: float, watch: _Watch
+        self, job: Job, target: UpstreamEngine, answer: wire.LegAnswer, asked: float, watch: _Watch
     ) -> Outcome:
         """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt
         follows."""
         watch.stop()
         try:
             read = await whole(answer)
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except ConnectionError as error:
             job.draft.because(Reason.DECODE_FAILED)
             log.warning("%s: %s: its answer broke off: %s", job.request_id, target, describe(error))
             why = f"{target} ended before its answer was complete"
@@ -205,10 +202,10 @@ class UpstreamLegs:
 
     def _post(
         self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]
-    ) -> aiohttp.client._RequestContextManager:
+    ) -> AbstractAsyncContextManager[wire.LegAnswer]:
         headers = leg_headers(job.request.headers if job.draft.trace is None else {}, job.request_id)
         url = engine.url + job.request.path
-        return self._session.post(url, data=body, headers={**headers, **context}, allow_redirects=False)
+        return self._client.post(url, data=body, headers={**headers, **context})
 
 
 @contextmanager
@@ -271,7 +268,7 @@ def _failure(engine: UpstreamEngine, error: Exception) -> UpstreamFailed:
     return UpstreamFailed(engine, "it ended before its answer was complete")
 
 
-def _passage(job: Job, engine: UpstreamEngine, answer: aiohttp.ClientResponse, clock: Clock) -> Passage:
+def _passage(job: Job, engine: UpstreamEngine, answer: wire.LegAnswer, clock: Clock) -> Passage:
     """The way of a stream that has begun to the client."""
     draft, timer = job.draft, job.timer
 
@@ -292,7 +289,7 @@ def _passage(job: Job, engine: UpstreamEngine, answer: aiohttp.ClientResponse, c
     )
 
 
-def whole_response(draft: Draft, answer: Answer) -> web.Response:
+def whole_response(draft: Draft, answer: Answer) -> wire.Response:
     """An engine's answer, for the client."""
     headers = draft.headers() | {"Content-Type": answer.content_type}
-    return web.Response(status=answer.status, body=answer.body, headers=headers)
+    return wire.Response(status=answer.status, body=answer.body, headers=headers)

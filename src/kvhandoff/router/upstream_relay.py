@@ -23,15 +23,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import aiohttp
 import msgspec
-from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.ids import EngineId, Epoch, Identity, new_handoff_id
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.answers import Answer
 from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
@@ -53,7 +52,7 @@ from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
 from kvhandoff.router.upstream_legs import Job, Outcome, Refused, UpstreamFailed, UpstreamLegs, whole_response
 from kvhandoff.router.upstream_references import References, Turn
-from kvhandoff.web import CLIENT_LEFT, ClientGone, error_response, read_body
+from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class UpstreamRelay:
         self,
         config: UpstreamConfig,
         fleet: UpstreamFleet,
-        session: aiohttp.ClientSession,
+        client: wire.Client,
         records: Records,
         clock: Clock,
     ) -> None:
@@ -76,9 +75,9 @@ class UpstreamRelay:
         self._records = records
         self._clock = clock
         self._references = References(config.max_conversations, config.reference_s, clock)
-        self._legs = UpstreamLegs(session, config.timeouts, self._references, clock)
+        self._legs = UpstreamLegs(client, config.timeouts, self._references, clock)
 
-    async def answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
         """The response to a client's request; its record is closed when this returns or is cancelled."""
         timer = PhaseTimer(self._clock)
         draft = self._records.open(
@@ -98,9 +97,9 @@ class UpstreamRelay:
             return whole_response(draft, refused.answer)
         except RequestError as error:
             status = error.status
-            return error_response(error, draft.headers())
+            return wire.error_response(error, draft.headers())
         except ClientGone:
-            return web.Response(status=status)  # nobody receives it
+            return wire.Response(status=status)  # nobody receives it
         finally:
             if status == CLIENT_LEFT and draft.complete:
                 status = 200  # it closed its connection, as clients do, a moment before we did
@@ -109,7 +108,7 @@ class UpstreamRelay:
             self._records.close(draft, status, self._clock() - timer.started)
         return response
 
-    async def _admit(self, request: web.Request, draft: Draft, timer: PhaseTimer) -> Job:
+    async def _admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Job:
         config, caller = self._config, request[CALLER]
         draft.tenant = caller.name
         choice = requested_path(request.headers.get(PATH_HEADER), config.path)
@@ -119,7 +118,7 @@ class UpstreamRelay:
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
         draft.charge = await caller.charge(draft.because)
-        raw = await read_body(request, config.max_body_bytes, config.timeouts.body_s)
+        raw = await wire.read_body(request, config.max_body_bytes, config.timeouts.body_s)
         fields = caller.salted(parse_body(raw))
         summary = summarize(fields, draft.endpoint)
         served = caller.models(self._fleet.models())

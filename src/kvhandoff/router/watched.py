@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from aiohttp import web
-
 from kvhandoff.core.clock import Sleep
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.router.wire import Lifespan, Site
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +87,10 @@ class Watched(Generic[_Value]):
         self.problem = str(error)
 
 
-def watching(file: Watched[Any]) -> Callable[[web.Application], AsyncIterator[None]]:
-    """For an application's `cleanup_ctx`: the file is followed while the server runs."""
+def watching(file: Watched[Any]) -> Lifespan:
+    """The file is followed while a site is served."""
 
-    async def lifespan(_: web.Application) -> AsyncIterator[None]:
+    async def lifespan(_: Site) -> AsyncIterator[None]:
         following = asyncio.create_task(file.follow())
         try:
             yield

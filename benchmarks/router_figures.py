@@ -1,0 +1,85 @@
+"""The figures of the router's benchmark: pure functions of what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.report import Goal, at_least, at_most, paired_ratio
+
+TTFT_RATIO = 1.0
+TOKEN_RATIO = 1.4
+REQUESTS_RATIO = 0.6
+WORKERS_RATIO = 1.0
+GROWTH_BYTES = 64.0
+"""Per request, after the warm-up: 3 MB in 50,000 requests, about what an allocator's pages wander by."""
+SETTLED = 0.8
+"""The last part of the requests after the warm-up, over which growth is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One contestant's figures of one round."""
+
+    ttft_p50_s: float
+    """Of lone requests, less the decode engine's own without a router, of the same round."""
+    ttft_p99_s: float
+    requests_per_s: float
+    """At saturation, answers of one token."""
+    busy: float
+    """The part of its core that it used then."""
+    request_cpu_s: float
+    """CPU of such a request."""
+    token_cpu_s: float
+    """CPU of a paced streamed token, the request's own share of it included."""
+    tokens_per_s: float
+    """At saturation, long answers as fast as they come."""
+    rss: int
+
+    @property
+    def requests_per_core_s(self) -> float:
+        """Requests in a second of CPU: what one core can do, however fast the rest of the machine is."""
+        return 1 / self.request_cpu_s
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least `part` (0 to 1) of all values don't exceed."""
+    ordered = sorted(values)
+    rank = max(1, -(-len(ordered) * round(part * 1000) // 1000))
+    return ordered[rank - 1]
+
+
+def added(through: Sequence[float], direct: Sequence[float]) -> tuple[float, float]:
+    """(p50, p99) of requests through a router, less those without one."""
+    return (
+        percentile(through, 0.5) - percentile(direct, 0.5),
+        percentile(through, 0.99) - percentile(direct, 0.99),
+    )
+
+
+def growth(samples: Sequence[tuple[int, int]]) -> float:
+    """Bytes per request: the slope (least squares) of memory over requests answered, (requests, bytes) each,
+    over the last `SETTLED` of them. Raises ValueError for fewer than two samples there."""
+    last = samples[round(len(samples) * (1 - SETTLED)) :]
+    requests, rss = [float(r) for r, _ in last], [float(b) for _, b in last]
+    return statistics.linear_regression(requests, rss).slope
+
+
+def goals(rounds: Mapping[str, Sequence[Round]], ours: str, theirs: str) -> list[Goal]:
+    """Round by round, ours by theirs."""
+    a, b = rounds[ours], rounds[theirs]
+
+    def ratio(figure: str) -> float:
+        return paired_ratio([getattr(r, figure) for r in a], [getattr(r, figure) for r in b])
+
+    return [
+        at_most(f"added TTFT p50, by {theirs}'s", ratio("ttft_p50_s"), TTFT_RATIO),
+        at_most(f"CPU per streamed token, by {theirs}'s", ratio("token_cpu_s"), TOKEN_RATIO),
+        at_least(f"requests/s of one core, by {theirs}'s", ratio("requests_per_core_s"), REQUESTS_RATIO),
+    ]
+
+
+def growth_goal(samples: Sequence[tuple[int, int]]) -> Goal:
+    """No growth after the warm-up."""
+    return at_most("growth of memory after the warm-up, bytes/request", growth(samples), GROWTH_BYTES)

@@ -1,0 +1,96 @@
+"""`kvhandoff router --workers N`: processes that share one port, and the parent that keeps them running.
+
+The parent serves nothing. It holds the port, bound but not listening, so that no other program gets it while
+a worker is being started again, and a folder with the workers' side doors (`router/worker.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvhandoff.cli.children import Child, ChildFailed, keep_running
+from kvhandoff.cli.common import stop_event
+from kvhandoff.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def worker_arguments(given: Sequence[str], index: int, count: int, port: int, doors: Path) -> list[str]:
+    """The command line of one worker: the parent's, and what is its own, of which the last one holds."""
+    own = ["--port", str(port), "--workers", str(count), "--worker", str(index), "--doors", str(doors)]
+    return [*given, *own]
+
+
+async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> None:
+    """Run `count` workers with this process's own command line until told to end; one that ends is started
+    again. Prints where they serve, as a single router does.
+
+    Raises ConfigError when the port can't be had, or a worker says that it can't start.
+    """
+    stop = stop_event(lifeline=lifeline)
+    given = [argument for argument in sys.argv[1:] if argument != "--lifeline"]
+    doors = Path(tempfile.mkdtemp(prefix="kvhandoff-"))  # only this user may enter it
+    held = _hold(host, port)
+    port = held.getsockname()[1]
+    workers = [
+        Child(f"worker {i}", worker_arguments(given, i, count, port, doors), dict(os.environ), port=port)
+        for i in range(count)
+    ]
+    keepers: list[asyncio.Task[None]] = []
+    try:
+        starting = asyncio.gather(*(worker.start() for worker in workers))
+        stopping = asyncio.ensure_future(stop.wait())
+        stopping.add_done_callback(lambda _: starting.cancel())
+        try:
+            facts = (await starting)[0]
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+            return  # told to end before all served
+        finally:
+            stopping.cancel()
+        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+        sys.stdout.flush()
+        log.info("%d workers at %s", count, facts["url"])
+        keepers = [asyncio.create_task(keep_running(worker, log.warning)) for worker in workers]
+        await stop.wait()
+    except ChildFailed as error:
+        raise ConfigError(f"workers: {error}") from error
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in workers))
+        held.close()
+        shutil.rmtree(doors, ignore_errors=True)
+
+
+def _hold(host: str, port: int) -> socket.socket:
+    """A socket that has the port, and leaves room for the workers' own. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        held = socket.socket(family, kind, protocol)
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(address)
+        except OSError:
+            held.close()
+            raise
+    except OSError as error:
+        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"port {port} on {host}: can't listen ({why})") from error
+    return held

@@ -1,0 +1,170 @@
+"""The client to engines: connections that are kept for the next leg."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+from types import TracebackType
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvhandoff.router.wire.framing import request_head
+from kvhandoff.router.wire.leg import BrokenOff, LegAnswer, LegConnection
+
+__all__ = ["BrokenOff", "Client", "LegAnswer", "NotConnected"]
+
+KEEP_IDLE_S = 3.0
+"""Idle connections to engines are kept this long, well below what engines keep theirs: vLLM's server 5 s. One
+that the engine closes as a request goes out on it costs that request an attempt."""
+
+
+class NotConnected(ConnectionError):
+    """No connection, so that the engine knows nothing of the request. `refused`: nothing listens there."""
+
+    def __init__(self, why: str, *, refused: bool) -> None:
+        super().__init__(why)
+        self.refused = refused
+
+
+class _Place(NamedTuple):
+    """Where a URL is."""
+
+    host: str
+    port: int
+    tls: bool
+    name: str
+    """For the Host header."""
+
+
+class Client:
+    """As many connections as there are legs; no time limits but for connecting (each wait has its own),
+    nothing unpacked, nothing taken from the environment or remembered, no redirects followed."""
+
+    def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: for https URLs; None: the system's roots."""
+        self._connect_s = connect_s
+        self._tls = tls
+        self._idle: defaultdict[_Place, list[LegConnection]] = defaultdict(list)
+        self._busy: set[LegConnection] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> _Leg:
+        """A request, sent when its context is entered; the connection is closed at its end, which ends the
+        leg, unless the answer is complete by then.
+
+        Entering raises NotConnected, and BrokenOff when the answer's head does not come.
+        """
+        place, path = _split(url)
+        head = request_head(path, place.name, headers, len(data))
+        return _Leg(self, place, head, data)
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
+            connection.drop()
+        self._idle.clear()
+
+    async def take(self, place: _Place) -> LegConnection:
+        """An open connection. Raises NotConnected."""
+        idle, connection = self._idle[place], None
+        fresh = asyncio.get_running_loop().time() - KEEP_IDLE_S
+        while idle and connection is None:
+            candidate = idle.pop()
+            candidate.on_lost(None)
+            if candidate.usable and candidate.idle_since > fresh:
+                connection = candidate
+            else:
+                candidate.drop()
+        if connection is None:
+            connection = await self._connect(place)
+        self._busy.add(connection)
+        return connection
+
+    def give_back(self, place: _Place, connection: LegConnection) -> None:
+        """It is not needed any more."""
+        self._busy.discard(connection)
+        if not connection.usable:
+            connection.drop()
+            return
+        connection.rest()
+        idle = self._idle[place]
+        idle.append(connection)
+        connection.on_lost(lambda lost: idle.remove(lost) if lost in idle else None)
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(KEEP_IDLE_S, self._sweep_idle)
+
+    async def _connect(self, place: _Place) -> LegConnection:
+        loop = asyncio.get_running_loop()
+        tls = None
+        if place.tls:
+            tls = self._tls = self._tls or ssl.create_default_context()
+        where = f"{place.host}:{place.port}"
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await loop.create_connection(LegConnection, place.host, place.port, ssl=tls)
+        except TimeoutError as error:
+            raise NotConnected(f"no connection to {where} in {self._connect_s:g} s", refused=False) from error
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            raise NotConnected(f"Cannot connect to {where} ({error})", refused=refused) from error
+        return connection
+
+    def _sweep_idle(self) -> None:
+        """Close what has been idle for too long; from time to time while there is any."""
+        loop = asyncio.get_running_loop()
+        self._sweep, stale = None, loop.time() - KEEP_IDLE_S
+        for place, idle in list(self._idle.items()):
+            for connection in [c for c in idle if c.idle_since <= stale]:
+                idle.remove(connection)
+                connection.drop()
+            if not idle:
+                del self._idle[place]
+        if self._idle:
+            self._sweep = loop.call_later(KEEP_IDLE_S, self._sweep_idle)
+
+
+class _Leg:
+    """One request, from its sending to the end of interest in its answer."""
+
+    __slots__ = ("_body", "_client", "_connection", "_head", "_place")
+
+    def __init__(self, client: Client, place: _Place, head: bytes, body: bytes) -> None:
+        self._client = client
+        self._place = place
+        self._head = head
+        self._body = body
+        self._connection: LegConnection | None = None
+
+    async def __aenter__(self) -> LegAnswer:
+        connection = self._connection = await self._client.take(self._place)
+        try:
+            return await connection.ask(self._head, self._body)
+        except BaseException:
+            self._drop(connection)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            self._client.give_back(self._place, self._connection)
+
+    def _drop(self, connection: LegConnection) -> None:
+        connection.drop()
+        self._client.give_back(self._place, connection)
+
+
+@lru_cache(maxsize=1024)
+def _split(url: str) -> tuple[_Place, str]:
+    """Where it is, and its path."""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    port = parts.port or (443 if tls else 80)
+    host = parts.hostname or ""
+    name = parts.netloc.rpartition("@")[2]
+    return _Place(host, port, tls, name), (parts.path or "/") + (f"?{parts.query}" if parts.query else "")

@@ -1,0 +1,356 @@
+"""One client's connection: requests in, one at a time answered, responses out.
+
+    head ──▶ body ──▶ complete       the handler starts at the head's end
+    pipelined                        a request that comes before the one before it is answered waits, and no
+                                     more is read
+    bad framing                      400 (431, 501) after the answers that are due, and the connection ends
+    the client leaves                the handler is cancelled: its legs end with it
+    answered before the body is in   `Connection: close`; what still comes is dropped for a moment, so that
+                                     the client gets to read the answer
+
+A handler starts before the body is in, so that who may not come in need not send all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Protocol, cast
+from urllib.parse import unquote
+
+import httptools
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.wire.framing import (
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    BadFraming,
+    Pairs,
+    check_request,
+    response_head,
+)
+from kvhandoff.router.wire.headers import Headers
+from kvhandoff.router.wire.messages import Request, Response, StreamResponse, error_response
+from kvhandoff.web import ClientGone
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 75.0
+"""A connection without a request under way is kept so long, and a head may take so long."""
+LINGER_S = 2.0
+"""The rest of a body that nobody wants is dropped for so long."""
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    limit: int
+    """Bytes of a body at most."""
+    closing: bool
+
+    def joined(self, connection: Connection, /) -> None:
+        """It is open."""
+
+    def left(self, connection: Connection, /) -> None:
+        """It has ended."""
+
+    def answer(self, request: Request, /) -> Coroutine[Any, Any, Response | StreamResponse]:
+        """Raises nothing but CancelledError."""
+
+
+class Connection(asyncio.Protocol):
+    """Parses what comes in, and writes what goes out."""
+
+    def __init__(self, host: Host, *, side_door: bool = False) -> None:
+        self.deadline: float | None = None
+        """By the loop's clock: when it is ended for want of anything to do. None: it is at work."""
+        self.full = False
+        """The client takes too little of what is written."""
+        self._host = host
+        self._side_door = side_door
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        """None: nothing that comes in matters any more."""
+        self._in_head = True
+        self._head_bytes = 0
+        self._url = b""
+        self._pairs: Pairs = []
+        self._reading: Request | None = None
+        """Its body is coming in."""
+        self._serving: Request | None = None
+        self._waiting: deque[Request] = deque()
+        self._refusal: BadFraming | None = None
+        """Of what has come in last."""
+        self._task: asyncio.Task[None] | None = None
+        self._stream: StreamResponse | None = None
+        self._chunked = True
+
+    # ---- the transport's word ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._host.joined(self)
+        self._rest(IDLE_S)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._host.left(self)
+        self._transport = self._parser = None
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def eof_received(self) -> bool:
+        """A client that sends no more has left."""
+        return False
+
+    def pause_writing(self) -> None:
+        self.full = True
+        if self._stream is not None:
+            self._stream.flow(room=False)
+
+    def resume_writing(self) -> None:
+        self.full = False
+        if self._stream is not None:
+            self._stream.flow(room=True)
+
+    def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        if parser is None:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # It is answered as if it had not asked for another protocol; what follows may be in one.
+            self._parser = None
+            for request in (self._serving, *self._waiting):
+                if request is not None:
+                    request.keep_alive = False
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or BadFraming(f"request: it is not HTTP/1.1 ({_why(error)})"))
+        else:
+            if self._refusal is not None:
+                self._refuse(self._refusal)
+            elif self._in_head and self._head_bytes > 2 * MAX_HEAD_BYTES:
+                self._refuse(BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431))
+
+    # ---- the parser's word ----
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._url, self._pairs = True, b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        if len(self._url) > MAX_HEAD_BYTES:
+            self._refusal = self._refusal or BadFraming("URL: it is too long", 414)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer: nothing in it matters
+            self._pairs.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        parser = self._parser
+        if self._refusal is not None or parser is None:
+            return
+        version = parser.get_http_version()
+        try:
+            check_request(version, self._pairs)
+            path, _, query = _target(self._url).partition("?")
+        except BadFraming as refusal:
+            self._refusal = refusal
+            return
+        request = Request(
+            self,
+            parser.get_method().decode("ascii"),
+            unquote(path, errors="surrogateescape") if "%" in path else path,
+            query,
+            version,
+            Headers(self._pairs),
+            keep_alive=parser.should_keep_alive(),
+            limit=self._host.limit,
+        )
+        request.from_sibling = self._side_door
+        expects = request.headers.get("Expect")
+        request.asks_to_continue = expects is not None and version == "1.1"
+        if expects is not None and expects.lower() != "100-continue":
+            self._refusal = BadFraming("Expect: allowed is 100-continue", 417)
+        elif self._serving is None:
+            self._reading = request
+            self._serve(request)
+        elif len(self._waiting) < MAX_PIPELINED:
+            self._reading = request
+            self._waiting.append(request)
+            if self._transport is not None and self._transport.is_reading():
+                self._transport.pause_reading()
+        else:
+            self._refusal = BadFraming(f"more than {MAX_PIPELINED} requests wait for their answers")
+
+    def on_body(self, piece: bytes) -> None:
+        if self._reading is not None and self._refusal is None:
+            self._reading.feed(piece)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        if self._reading is not None and self._refusal is None:
+            self._reading.end()
+            self._reading = None
+
+    # ---- serving ----
+
+    def _serve(self, request: Request) -> None:
+        self.deadline = None
+        self._serving = request
+        self._task = self._loop.create_task(self._run(request))
+
+    async def _run(self, request: Request) -> None:
+        response = await self._host.answer(request)
+        if isinstance(response, Response):
+            self._send(request, response)
+        elif not response.ended:
+            log.error("%s %s: its stream was not ended", request.method, request.path)
+            response.cut()
+        self._stream = self._task = self._serving = None
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not self._goes_on(request):
+            self._end(request)
+        elif self._waiting:
+            self._serve(self._waiting.popleft())
+        else:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+            return
+        assert self._transport is not None
+        self._rest(IDLE_S)
+        if not self._transport.is_reading():
+            self._transport.resume_reading()
+
+    def _goes_on(self, request: Request) -> bool:
+        return request.keep_alive and request.complete and not self._host.closing
+
+    def _send(self, request: Request, response: Response) -> None:
+        if self._transport is None:
+            return  # nobody receives it
+        length = b"Content-Length: %d\r\n" % len(response.body)
+        head = response_head(response.status, response.headers, length, *self._connection_header(request))
+        self._transport.write(head if request.method == "HEAD" else head + response.body)
+
+    def _connection_header(self, request: Request) -> tuple[bytes, ...]:
+        if not self._goes_on(request):
+            return (b"Connection: close\r\n",)
+        return (b"Connection: keep-alive\r\n",) if request.version == "1.0" else ()
+
+    def _refuse(self, refusal: BadFraming) -> None:
+        """Answer what can't be read, as the last thing here; after the answers that are due."""
+        self._parser = None
+        self._refusal = refusal
+        if self._reading is not None:  # bad is its body: its handler says so, if it is read at all
+            why = f"body: can't be read ({refusal})"
+            self._reading.end(RequestError(why, param="body"))
+            self._reading = self._refusal = None
+        elif self._serving is None and self._transport is not None:
+            self._refusal = None
+            response = error_response(RequestError(str(refusal), status=refusal.status))
+            length = b"Content-Length: %d\r\n" % len(response.body)
+            head = response_head(response.status, response.headers, length, b"Connection: close\r\n")
+            self._transport.write(head + response.body)
+            self._linger()
+
+    def _end(self, request: Request) -> None:
+        if request.complete and self._transport is not None:
+            self._transport.close()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Closing at once would reset the connection, and the answer might be lost with it."""
+        self._parser = None
+        self._rest(LINGER_S)
+        assert self._transport is not None
+        if not self._transport.is_reading():
+            self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def _rest(self, seconds: float) -> None:
+        self.deadline = self._loop.time() + seconds
+
+    # ---- for responses ----
+
+    def say_continue(self) -> None:
+        """The client may send the body that it asks about."""
+        if self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def begin_stream(self, request: Request, stream: StreamResponse) -> bytes:
+        """The head, to be sent with the first piece. Raises ClientGone."""
+        if self._transport is None or request is not self._serving:
+            raise ClientGone
+        self._stream = stream
+        self._chunked = request.version == "1.1"
+        if not self._chunked:
+            request.keep_alive = False  # its end is the connection's
+        more = (b"Transfer-Encoding: chunked\r\n",) if self._chunked else ()
+        return response_head(stream.status, stream.headers, *more, *self._connection_header(request))
+
+    def write_piece(self, head: bytes, piece: bytes) -> None:
+        """Send a piece of a stream. Raises ClientGone."""
+        if self._transport is None or self._transport.is_closing():
+            raise ClientGone
+        if self._chunked:
+            self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
+        else:
+            self._transport.write(head + piece)
+
+    def end_stream(self, head: bytes) -> None:
+        """Send its end. Raises ClientGone."""
+        if self._transport is None or self._transport.is_closing():
+            raise ClientGone
+        self._transport.write(head + (b"0\r\n\r\n" if self._chunked else b""))
+
+    def abort(self) -> None:
+        """Reset the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- for the server ----
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The handler at work."""
+        return self._task
+
+    def expire(self) -> None:
+        """Its time is up."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """The server closes: end it when what is written has gone out, unless a request is under way, which
+        is then its last."""
+        if self._serving is None and self._transport is not None:
+            self._transport.close()
+
+
+def _target(url: bytes) -> str:
+    """Path and query. Raises BadFraming."""
+    if not url.startswith(b"/"):
+        try:
+            parsed = httptools.parse_url(url)
+        except httptools.HttpParserInvalidURLError as error:
+            raise BadFraming("URL: it can't be read") from error
+        query = b"?" + parsed.query if parsed.query else b""
+        url = (parsed.path or b"/") + query
+    return url.partition(b"#")[0].decode("utf-8", "surrogateescape")
+
+
+def _why(error: Exception) -> str:
+    return str(error)[:200]

@@ -1,0 +1,122 @@
+"""Where messages begin and end: what is refused, and how heads are written.
+
+httptools (llhttp in its strict mode) refuses by itself: a bare LF, a folded header, a bad name or value, a
+Content-Length that is no number, either length header twice or both of them, a chunk size that is no hex
+number. Here is what it lets pass and another parser on the way might read differently, or not at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from email.utils import formatdate
+from functools import cache
+from http import HTTPStatus
+from typing import NamedTuple
+
+MAX_HEAD_BYTES = 65_536
+"""Of a message's first line and headers together."""
+MAX_HEADERS = 128
+MAX_PIPELINED = 64
+"""Requests of one connection that wait for the answers to those before them."""
+
+Pairs = list[tuple[bytes, bytes]]
+
+
+class BadFraming(Exception):
+    """A message whose end can't be told for certain, or that is out of bounds. `status`: to answer with."""
+
+    def __init__(self, why: str, status: int = 400) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Seen(NamedTuple):
+    """What a head says of its message's framing."""
+
+    length: bytes | None
+    encoding: bytes | None
+    hosts: int
+
+
+def check_request(version: str, pairs: Pairs) -> None:
+    """Raises BadFraming for a head that httptools lets pass."""
+    if version not in ("1.1", "1.0"):
+        raise BadFraming(f"version: got HTTP/{version}, allowed is HTTP/1.1", 505)
+    seen = _look(pairs)
+    if seen.encoding is not None and version != "1.1":
+        raise BadFraming("Transfer-Encoding: allowed is HTTP/1.1")
+    if seen.hosts > 1 or (seen.hosts == 0 and version == "1.1"):
+        raise BadFraming(f"Host: got {seen.hosts} of them, allowed is one")
+
+
+def check_response(version: str, status: int, pairs: Pairs) -> None:
+    """The same for an engine's answer. One that goes on until its connection is closed is refused too: cut
+    short it would look whole."""
+    seen = _look(pairs)
+    if seen.encoding is not None and version != "1.1":
+        raise BadFraming("it has Transfer-Encoding in HTTP/1.0")
+    if seen.length is None and seen.encoding is None and status not in (204, 304):
+        raise BadFraming("it has neither Content-Length nor chunks, so that its end can't be told")
+
+
+def _look(pairs: Pairs) -> _Seen:
+    """Raises BadFraming for a head that is too large, or has another coding than chunks."""
+    if len(pairs) > MAX_HEADERS:
+        raise BadFraming(f"headers: got {len(pairs)}, allowed is {MAX_HEADERS}", 431)
+    length = encoding = None
+    size = hosts = 0
+    for name, value in pairs:
+        size += len(name) + len(value) + 4
+        match name.lower():
+            case b"content-length":
+                length = value
+            case b"transfer-encoding":
+                if value.lower() != b"chunked":
+                    raise BadFraming("Transfer-Encoding: allowed is chunked", 501)
+                encoding = value
+            case b"host":
+                hosts += 1
+    if size > MAX_HEAD_BYTES:
+        raise BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431)
+    return _Seen(length, encoding, hosts)
+
+
+def response_head(status: int, headers: Mapping[str, str], *more: bytes) -> bytes:
+    """A response's first line and headers; `more`: whole lines. Raises ValueError for a header that would
+    end before its end."""
+    return b"".join((_status_line(status), _date(), _lines(headers), *more, b"\r\n"))
+
+
+def request_head(path: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
+    """Of a POST with a body of `length` bytes. Raises ValueError, as `response_head`."""
+    first = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n".encode("ascii")
+    return b"".join((first, _lines(headers), b"\r\n"))
+
+
+def _lines(headers: Mapping[str, str]) -> bytes:
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers) or "\0" in text:
+        raise ValueError(f"one of the headers {', '.join(headers)} has a line end in it")
+    return text.encode("utf-8", "surrogateescape")
+
+
+@cache
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+_last_date = (0, b"")
+
+
+def _date() -> bytes:
+    """The Date header, made once a second."""
+    global _last_date
+    now = int(time.time())
+    if _last_date[0] != now:
+        _last_date = (now, f"Date: {formatdate(now, usegmt=True)}\r\n".encode())
+    return _last_date[1]

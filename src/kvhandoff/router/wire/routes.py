@@ -1,0 +1,93 @@
+"""Which handler answers a method and a path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.wire.messages import Handler
+
+
+class RouteDef(NamedTuple):
+    """A page: one method of one path, in which `{name}` stands for a part without slashes, and `{name:.+}`
+    for one that may have some."""
+
+    method: str
+    page: str
+    handler: Handler
+
+
+def get(page: str, handler: Handler) -> RouteDef:
+    """A page to be read; HEAD has its headers."""
+    return RouteDef("GET", page, handler)
+
+
+def post(page: str, handler: Handler) -> RouteDef:
+    """A page that takes a body."""
+    return RouteDef("POST", page, handler)
+
+
+class Found(NamedTuple):
+    """A page that was asked for."""
+
+    handler: Handler
+    page: str
+    """As it is written down, but for what its parts are made of: `/v1/models/{id}`."""
+    parts: Mapping[str, str]
+
+
+class Routes:
+    """All pages of a site."""
+
+    def __init__(self, routes: Iterable[RouteDef]) -> None:
+        self._exact: dict[str, dict[str, RouteDef]] = {}
+        self._patterns: dict[re.Pattern[str], dict[str, RouteDef]] = {}
+        self._names: dict[str, str] = {}
+        for route in routes:
+            self._names[route.page] = _PART.sub(r"{\1}", route.page)
+            if "{" in route.page:
+                self._patterns.setdefault(_pattern(route.page), {})[route.method] = route
+            else:
+                self._exact.setdefault(route.page, {})[route.method] = route
+
+    def find(self, method: str, path: str) -> Found:
+        """Raises RequestError: 404 where there is no such page, 405 where it takes other methods."""
+        wanted = "GET" if method == "HEAD" else method
+        allowed: set[str] = set()
+        for methods, parts in self._at(path):
+            route = methods.get(wanted)
+            if route is not None:
+                return Found(route.handler, self._names[route.page], parts)
+            allowed |= methods.keys() | ({"HEAD"} if "GET" in methods else set())
+        where = f"{method} {path[:200]}"
+        if not allowed:
+            raise RequestError(f"no such endpoint: {where}", status=404, code="unknown_url")
+        raise RequestError(
+            f"{where}: allowed methods are {', '.join(sorted(allowed))}",
+            status=405,
+            code="method_not_supported",
+            headers={"Allow": ",".join(sorted(allowed))},
+        )
+
+    def _at(self, path: str) -> Iterable[tuple[dict[str, RouteDef], Mapping[str, str]]]:
+        exact = self._exact.get(path)
+        if exact is not None:
+            yield exact, {}
+            return
+        for pattern, methods in self._patterns.items():
+            match = pattern.fullmatch(path)
+            if match is not None:
+                yield methods, match.groupdict()
+
+
+_PART = re.compile(r"\{(\w+)(?::([^}]*))?\}")
+
+
+def _pattern(page: str) -> re.Pattern[str]:
+    made, last = "", 0
+    for part in _PART.finditer(page):
+        made += f"{re.escape(page[last : part.start()])}(?P<{part[1]}>{part[2] or '[^/]+'})"
+        last = part.end()
+    return re.compile(made + re.escape(page[last:]))

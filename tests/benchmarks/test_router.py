@@ -1,0 +1,96 @@
+"""The router's benchmark: its figures, and that its mock engines and load speak what they measure."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from benchmarks.router_figures import Round, added, goals, growth, growth_goal, percentile
+from benchmarks.router_load import Load
+from benchmarks.router_systems import Cores, System, SystemFailed, kvhandoff, mocks, set_pace
+
+ROUND = Round(
+    ttft_p50_s=0.002,
+    ttft_p99_s=0.004,
+    requests_per_s=3000,
+    busy=0.9,
+    request_cpu_s=250e-6,
+    token_cpu_s=20e-6,
+    tokens_per_s=50_000,
+    rss=50_000_000,
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "part", "expected"),
+    [([1], 0.5, 1), ([1, 2, 3, 4], 0.5, 2), ([4, 3, 2, 1], 0.99, 4), (list(range(1, 101)), 0.99, 99)],
+)
+def test_percentile(values: list[float], part: float, expected: float) -> None:
+    assert percentile(values, part) == expected
+
+
+def test_added() -> None:
+    assert added([5.0, 6.0, 9.0], [1.0, 1.5, 2.0]) == (4.5, 7.0)
+
+
+def test_growth_is_that_after_the_warm_up() -> None:
+    flat = [(n, 1000) for n in range(0, 100, 10)]
+    assert growth(flat) == 0
+    assert growth([(0, 0), (10, 900), *flat[2:]]) == 0, "the first part is not in it"
+    assert growth([(n, 1000 + 7 * n) for n in range(0, 100, 10)]) == pytest.approx(7)
+    assert growth_goal(flat).holds
+    assert not growth_goal([(n, 65 * n) for n in range(0, 100, 10)]).holds
+
+
+def test_goals_are_ratios_of_the_same_round() -> None:
+    slow = replace(ROUND, ttft_p50_s=0.004, request_cpu_s=500e-6, token_cpu_s=40e-6)
+    ours = [ROUND, slow, slow]
+    theirs = [replace(r, ttft_p50_s=2 * r.ttft_p50_s, request_cpu_s=r.request_cpu_s / 2) for r in ours]
+    found = goals({"a": ours, "b": theirs}, "a", "b")
+    assert [round(goal.value, 3) for goal in found] == [0.5, 1.0, 0.5]
+    assert [goal.holds for goal in found] == [True, True, False]
+
+
+def test_requests_of_a_core() -> None:
+    assert ROUND.requests_per_core_s == pytest.approx(4000)
+
+
+@pytest.mark.processes
+def test_a_round_trip_through_the_router(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handed over by both mock engines, whose accounts come in; and wrong answers are found."""
+    everything = Cores(*(2 * (tuple(Cores.split().router + Cores.split().rest),)))
+    with mocks(everything) as urls, kvhandoff(urls, everything) as system:
+        measured = system.run(Load(port=0, connections=4, requests=40, tokens=5))
+        assert (measured.requests, measured.tokens, len(measured.ttft_s)) == (40, 200, 40)
+        assert system.first == 40
+        assert system.cpu_s() > 0
+        assert system.rss() > 2**20
+        page = asyncio.run(_metrics(system))
+        assert 'path="pull"' in page
+        assert 'path="local"' not in page
+        set_pace(urls, 1.0)
+        assert system.run(Load(port=0, connections=2, requests=4, tokens=3)).requests == 4
+        stranger = replace(system, key="kvh_nobody")
+        with pytest.raises(SystemFailed, match="status 401, 0 events of 2"):
+            stranger.run(Load(port=0, requests=1))
+
+
+async def _metrics(system: System) -> str:
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {system.key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(f"http://127.0.0.1:{system.port}/metrics") as response,
+    ):
+        return await response.text()
+
+
+def test_without_vllm_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import router_systems
+
+    monkeypatch.setenv(router_systems.ROUTER_ENV, sys.executable)
+    assert router_systems.vllm_router() == sys.executable

@@ -1,0 +1,249 @@
+"""The router's client on the wire: an answer is whole when its framing says so, or it is an error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+import pytest
+from hypothesis import given, settings
+
+from kvhandoff.router.wire import BrokenOff, Client, NotConnected
+from kvhandoff.router.wire.framing import MAX_HEAD_BYTES
+from kvhandoff.router.wire.leg import MAX_HELD_BYTES, LegAnswer, LegConnection
+from kvhandoff.web import free_port
+from tests.router.wires import CUTS, MUTATIONS, Wire, cut, mutated, quiet
+
+SIZED = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"3\r\nabc\r\na;x\r\n0123456789\r\n0\r\nX-Trailer: t\r\n\r\n"
+)
+CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + SIZED
+HEAD = b"POST /p HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n"
+
+
+async def ask(pieces: list[bytes], *, eof: bool = False) -> tuple[tuple[int, bytes], Wire]:
+    """((status, body), wire). Raises BrokenOff."""
+    connection = LegConnection()
+    wire = Wire(connection)
+
+    async def read() -> tuple[int, bytes]:
+        answer = await connection.ask(HEAD, b"x")
+        return answer.status, await answer.read()
+
+    reading = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    assert wire.written == HEAD + b"x"
+    await wire.feed(pieces)
+    if eof and not wire.is_closing():
+        connection.connection_lost(None)
+    await quiet()
+    if not reading.done():
+        reading.cancel()
+        raise TimeoutError
+    return reading.result(), wire
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [(SIZED, (200, b"hello")), (CHUNKED, (200, b"abc0123456789")), (CONTINUED, (200, b"hello"))],
+)
+@settings(deadline=None)
+@given(cuts=CUTS)
+def test_however_it_is_cut(raw: bytes, expected: tuple[int, bytes], cuts: list[int]) -> None:
+    result, wire = asyncio.run(ask(cut(raw, cuts)))
+    assert result == expected
+    assert wire.end == ""
+    assert wire.protocol.usable
+
+
+@pytest.mark.parametrize("raw", [SIZED, CHUNKED, CONTINUED])
+def test_no_part_of_an_answer_is_an_answer(raw: bytes) -> None:
+    """Field case 35: wherever the connection ends."""
+    for end in range(len(raw)):
+        with pytest.raises(BrokenOff):
+            asyncio.run(ask([raw[:end]], eof=True))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        SIZED.replace(b"Content-Length", b"Content-Length: 5\r\nContent-Length"),
+        SIZED.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"),
+        CHUNKED.replace(b"chunked", b"gzip, chunked"),
+        CHUNKED.replace(b"chunked", b"chunked, gzip"),
+        CHUNKED.replace(b"3\r\n", b"0x3\r\n"),
+        CHUNKED.replace(b"3\r\n", b"3\n"),
+        CHUNKED.replace(b"abc\r\n", b"abcd\r\n"),
+        SIZED.replace(b"Content-Type: ", b"Content-Type: a\r\n b"),
+        SIZED.replace(b"Content-Type: ", b"Content-Type: a\n"),
+        SIZED.replace(b"HTTP/1.1 200", b"HTTP/1.1 2x0"),
+        SIZED.replace(b"Content-Type: ", b"X: " + b"a" * 3 * MAX_HEAD_BYTES),
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n",
+        b"\x15\x03\x01",
+        SIZED + b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nbye",  # another's answer
+        SIZED + b"x",
+    ],
+)
+async def test_bad_answers(raw: bytes) -> None:
+    with pytest.raises(BrokenOff):
+        await ask([raw], eof=True)
+
+
+async def test_an_answer_that_only_its_connection_would_end() -> None:
+    """Cut short it would look whole. It is not waited for."""
+    with pytest.raises(BrokenOff, match="its end can't be told"):
+        await ask([b"HTTP/1.1 200 OK\r\n\r\nhello"])
+
+
+def read_by_h11(raw: bytes) -> tuple[int, bytes] | None:
+    """The answer as another parser reads it; None: it can't, or it isn't whole."""
+    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=2**20)
+    connection.send(h11.Request(method="POST", target="/p", headers=[("Host", "h"), ("Content-Length", "0")]))
+    connection.send(h11.EndOfMessage())
+    connection.receive_data(raw)
+    connection.receive_data(b"")
+    status, body = 0, b""
+    try:
+        while True:
+            event = connection.next_event()
+            if isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                return status, body
+            elif not isinstance(event, h11.InformationalResponse):
+                return None
+    except h11.RemoteProtocolError:
+        return None
+
+
+@pytest.mark.parametrize("raw", [SIZED, CHUNKED, CONTINUED])
+@settings(deadline=None, max_examples=300)
+@given(mutations=MUTATIONS, cuts=CUTS)
+def test_random_damage(raw: bytes, mutations: Any, cuts: list[int]) -> None:
+    """Nothing but BrokenOff comes of it, or what another parser reads too."""
+    damaged = mutated(raw, mutations)
+    try:
+        result, _ = asyncio.run(ask(cut(damaged, cuts), eof=True))
+    except BrokenOff:
+        return
+    theirs = read_by_h11(damaged)
+    assert theirs in (None, result)
+
+
+async def test_an_answer_that_nobody_takes_is_not_read_on() -> None:
+    connection = LegConnection()
+    wire = Wire(connection)
+    asking = asyncio.ensure_future(connection.ask(HEAD, b"x"))
+    await asyncio.sleep(0)
+    size = MAX_HELD_BYTES + 1
+    await wire.feed([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (size + 3), b"x" * size])
+    answer = await asking
+    assert not wire.reading
+    assert await answer.readany() == b"x" * size
+    assert wire.reading
+    await wire.feed([b"end"])
+    assert await answer.readany() == b"end"
+    assert await answer.readany() == b""
+
+
+class Bucket:
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.ends: list[BrokenOff | None] = []
+
+    def take(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+
+    def finish(self, error: BrokenOff | None) -> None:
+        self.ends.append(error)
+
+
+async def test_pouring() -> None:
+    """What was in, and each piece as it comes, chunks of one read together."""
+    connection, bucket = LegConnection(), Bucket()
+    wire = Wire(connection)
+    asking = asyncio.ensure_future(connection.ask(HEAD, b"x"))
+    await asyncio.sleep(0)
+    head = CHUNKED.partition(b"\r\n\r\n")[0]
+    await wire.feed([head + b"\r\n\r\n2\r\nHe\r\n"])
+    answer: LegAnswer = await asking
+    answer.pour(bucket)
+    assert bucket.pieces == [b"He"]
+    connection.data_received(b"1\r\nl\r\n1\r\nl\r\n")
+    connection.data_received(b"1\r\no\r\n")
+    assert bucket.pieces == [b"He", b"ll", b"o"]
+    answer.flow(False)
+    assert not wire.reading
+    answer.flow(True)
+    assert wire.reading
+    connection.data_received(b"0\r\n\r\n")
+    assert bucket.ends == [None]
+
+
+async def test_a_large_body_goes_as_the_engine_takes_it() -> None:
+    connection = LegConnection()
+    wire = Wire(connection)
+    connection.pause_writing()
+    body = b"x" * (3 << 20)
+    asking = asyncio.ensure_future(connection.ask(HEAD, body))
+    await quiet()
+    assert len(wire.written) == len(HEAD) + (1 << 20)
+    connection.resume_writing()
+    await quiet()
+    assert wire.written == HEAD + body
+    await wire.feed([SIZED])
+    assert (await asking).status == 200
+
+
+async def test_an_engine_that_answers_before_it_has_all() -> None:
+    """It waits for the rest of the body: the next request would be taken for that."""
+    connection = LegConnection()
+    wire = Wire(connection)
+    connection.pause_writing()
+    asking = asyncio.ensure_future(connection.ask(HEAD, b"x" * (3 << 20)))
+    await quiet()
+    await wire.feed([SIZED])
+    answer = await asking
+    assert await answer.read() == b"hello"
+    assert not connection.usable
+
+
+async def test_connections_are_kept_and_nothing_is_left() -> None:
+    ports: list[int] = []
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ports.append(writer.get_extra_info("peername")[1])
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\nx")
+                writer.write(SIZED)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    server = await asyncio.start_server(engine, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/p"
+    client = Client(1.0)
+    async with server:
+        for _ in range(3):
+            async with client.post(url, data=b"x", headers={}) as answer:
+                assert await answer.read() == b"hello"
+        assert len(ports) == 1
+        async with client.post(url, data=b"x", headers={}), client.post(url, data=b"x", headers={}):
+            pass  # answers that nobody has read to their end may not be mixed up with the next
+        async with client.post(url, data=b"x", headers={}) as answer:
+            assert await answer.read() == b"hello"
+        await client.close()
+
+
+async def test_nothing_listens() -> None:
+    client = Client(1.0)
+    with pytest.raises(NotConnected) as caught:
+        async with client.post(f"http://127.0.0.1:{free_port()}/p", data=b"", headers={}):
+            pass
+    assert caught.value.refused

@@ -1,0 +1,353 @@
+"""The router's server on the wire: framing, pipelining, flow. Random bytes are read by another parser too."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import h11
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.wire import Headers, Request
+from kvhandoff.router.wire.connection import Connection
+from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
+from kvhandoff.router.wire.server import Server
+from kvhandoff.web import ClientGone
+from tests.router.wires import CUTS, LIMIT, MUTATIONS, Echo, Wire, cut, mutated, quiet
+
+POST = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = (
+    b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"3;x=y\r\nabc\r\n00a\r\n0123456789\r\n0\r\nX-Trailer: t\r\n\r\n"
+)
+GET = b"GET /echo?a=b HTTP/1.1\r\nHost: h\r\n\r\n"
+STREAM = b"POST /stream HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nab"
+TRAFFIC = POST + GET + CHUNKED + STREAM + POST
+SEEN = [("POST", "/echo", b"hello"), ("GET", "/echo", b""), ("POST", "/echo", b"abc0123456789")]
+
+
+def undated(raw: bytes) -> bytes:
+    return re.sub(rb"Date: [^\r]*\r\n", b"", raw)
+
+
+async def exchange(pieces: list[bytes], echo: Echo | None = None) -> tuple[Echo, Wire]:
+    echo = echo or Echo()
+    wire = Wire(Connection(echo.server))
+    await wire.feed(pieces)
+    return echo, wire
+
+
+def status_of(wire: Wire) -> int:
+    """Of the last response."""
+    return int(re.findall(rb"HTTP/1.1 (\d+) ", wire.written)[-1])
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    echo, wire = await exchange([TRAFFIC])
+    assert echo.seen == [*SEEN, SEEN[0]]
+    ok = b"HTTP/1.1 200 OK\r\n"
+    assert undated(wire.written) == (
+        ok
+        + b"Content-Length: 5\r\n\r\nhello"
+        + ok
+        + b"Content-Length: 0\r\n\r\n"
+        + ok
+        + b"Content-Length: 13\r\n\r\nabc0123456789"
+        + ok
+        + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"
+        + ok
+        + b"Content-Length: 5\r\n\r\nhello"
+    )
+    assert wire.end == ""
+
+
+@settings(deadline=None, max_examples=200)
+@given(cuts=CUTS)
+def test_however_it_is_cut(cuts: list[int]) -> None:
+    async def run(pieces: list[bytes]) -> tuple[Any, bytes]:
+        echo, wire = await exchange(pieces)
+        return echo.seen, undated(wire.written)
+
+    assert asyncio.run(run(cut(TRAFFIC, cuts))) == asyncio.run(run([TRAFFIC]))
+
+
+def read_by_h11(raw: bytes) -> tuple[list[tuple[str, str, bytes]], bool]:
+    """(complete requests, whether h11 found fault with what follows)."""
+    connection, found = h11.Connection(h11.SERVER, max_incomplete_event_size=2**20), []
+    connection.receive_data(raw)
+    method = path = ""
+    body = b""
+    try:
+        while True:
+            event = connection.next_event()
+            if isinstance(event, h11.Request):
+                method, path, body = event.method.decode(), event.target.decode(), b""
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                found.append((method, path, body))
+                connection.send(h11.Response(status_code=200, headers=[("Content-Length", "0")]))
+                connection.send(h11.EndOfMessage())
+                if connection.our_state is not h11.DONE:
+                    return found, False
+                connection.start_next_cycle()
+            else:
+                return found, False
+    except h11.RemoteProtocolError:
+        return found, True
+
+
+@settings(deadline=None, max_examples=600, suppress_health_check=[HealthCheck.too_slow])
+@given(mutations=MUTATIONS, cuts=CUTS)
+def test_what_is_taken_for_a_request_is_one(mutations: list[Any], cuts: list[int]) -> None:
+    """Random damage: nothing crashes, and where another parser can read it too, both read the same."""
+    raw = mutated(POST + CHUNKED + GET + POST, mutations)
+
+    async def run() -> tuple[list[tuple[str, str, bytes]], bytes]:
+        echo, wire = await exchange(cut(raw, cuts))
+        return echo.seen, bytes(wire.written)
+
+    seen, written = asyncio.run(run())
+    assert b"HTTP/1.1 500" not in written
+    theirs, fault = read_by_h11(raw)
+    if not fault:
+        asked = [(method, path.partition("?")[0].partition("#")[0], body) for method, path, body in theirs]
+        wanted = [
+            request for request in asked if request[1] == "/echo" and request[0] in ("GET", "POST", "HEAD")
+        ]
+        assert seen == wanted[: len(seen)]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Content-Length: 5\r\nContent-Length: 5", 400),
+        (b"Content-Length: 5\r\nContent-Length: 6", 400),
+        (b"Content-Length: 5, 5", 400),
+        (b"Content-Length: +5", 400),
+        (b"Content-Length: 0x5", 400),
+        (b"Content-Length:", 400),
+        (b"Content-Length: 99999999999999999999", 400),
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked", 400),
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 5", 400),
+        (b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", 400),
+        (b"Transfer-Encoding: gzip, chunked", 501),
+        (b"Transfer-Encoding: chunked, identity", 400),
+        (b"Transfer-Encoding: xchunked", 501),
+        (b"Transfer-Encoding : chunked", 400),
+        (b"Content-Length : 5", 400),
+        (b"Content-Length: 5\r\n X: folded", 400),
+        (b"X: a\r\n folded\r\nContent-Length: 5", 400),
+        (b"Content-Length: 5\nX: bare", 400),
+        (b"X: a\0b\r\nContent-Length: 5", 400),
+        (b"X y: b\r\nContent-Length: 5", 400),
+        (b": b\r\nContent-Length: 5", 400),
+        (b"Host: other\r\nContent-Length: 5", 400),
+        (b"Expect: a-miracle\r\nContent-Length: 5", 417),
+        (b"X: " + b"a" * MAX_HEAD_BYTES + b"\r\nContent-Length: 5", 431),
+        (b"X: a\r\n" * 200 + b"Content-Length: 5", 431),
+    ],
+)
+async def test_bad_framing(head: bytes, status: int) -> None:
+    """Field case 60's way around the router: what two parsers might read differently is refused."""
+    raw = b"POST /echo HTTP/1.1\r\nHost: h\r\n" + head + b"\r\n\r\nhello" + POST
+    echo, wire = await exchange([raw])
+    assert echo.seen == []
+    assert status_of(wire) == status
+    assert len(re.findall(rb"HTTP/1.1 \d", wire.written)) == 1
+    assert b"Connection: close\r\n" in wire.written
+    assert wire.end == "eof"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /echo HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello",
+        b"POST /echo HTTP/2.0\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello",
+        b"POST /echo\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello",
+        b"POST /ec ho HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello",
+        b"post /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\0" * 50,
+    ],
+)
+async def test_what_is_no_request(raw: bytes) -> None:
+    echo, wire = await exchange([raw])
+    assert echo.seen == []
+    assert status_of(wire) in (400, 505)
+    assert b'"message"' in wire.written
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        b"-5\r\nhello\r\n0\r\n\r\n",
+        b"0x5\r\nhello\r\n0\r\n\r\n",
+        b" 5\r\nhello\r\n0\r\n\r\n",
+        b"5\nhello\r\n0\r\n\r\n",
+        b"5\r\nhello0\r\n\r\n",
+        b"5\r\nhello\n0\r\n\r\n",
+        b"\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"ffffffffffffffffff\r\nhello\r\n0\r\n\r\n",
+    ],
+)
+async def test_bad_chunks(chunks: bytes) -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    echo, wire = await exchange([head + chunks + POST])
+    assert echo.seen == []
+    assert status_of(wire) == 400
+    assert b"Connection: close" in wire.written
+
+
+async def test_a_bad_request_waits_for_the_answers_before_it() -> None:
+    echo = Echo()
+    echo.gate = asyncio.Event()
+    _, wire = await exchange([POST + b"nonsense\r\n\r\n"], echo)
+    assert not wire.written
+    echo.gate.set()
+    await quiet()
+    assert re.findall(rb"HTTP/1.1 (\d+)", wire.written) == [b"200", b"400"]
+    assert wire.end == "eof"
+
+
+async def test_too_many_requests_at_once() -> None:
+    echo = Echo()
+    echo.gate = asyncio.Event()
+    _, wire = await exchange([GET * (MAX_PIPELINED + 5)], echo)
+    assert not wire.reading
+    echo.gate.set()
+    for _ in range(5):
+        await quiet()
+    assert len(echo.seen) == MAX_PIPELINED + 1
+    assert status_of(wire) == 400
+
+
+async def test_body_beyond_the_limit() -> None:
+    raw = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % (LIMIT + 1)
+    echo, wire = await exchange([raw + b"x" * (LIMIT + 1)])
+    assert echo.seen == []
+    assert status_of(wire) == 413
+    assert wire.end == "eof"
+
+
+async def test_nothing_beyond_the_limit_is_kept() -> None:
+    connection: Any = None
+    request = Request(connection, "POST", "/", "", "1.1", Headers(), keep_alive=True, limit=10)
+    for _ in range(3):
+        request.feed(b"x" * 6)
+    assert request._body == []
+    with pytest.raises(RequestError, match="more than the allowed 10 bytes"):
+        await request.read()
+
+
+async def test_continue() -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n"
+    echo, wire = await exchange([head])
+    assert wire.written == b"HTTP/1.1 100 Continue\r\n\r\n"
+    await wire.feed([b"hello"])
+    assert status_of(wire) == 200
+    assert wire.end == ""
+    assert echo.seen == [("POST", "/echo", b"hello")]
+
+
+async def test_who_may_not_come_in_is_not_told_to_continue() -> None:
+    echo = Echo()
+
+    def refuse(_: object) -> None:
+        raise RequestError("no", status=401)
+
+    echo.refuse = refuse
+    head = b"POST /echo HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n"
+    _, wire = await exchange([head], echo)
+    assert status_of(wire) == 401
+    assert b"100 Continue" not in wire.written
+    assert wire.end == "eof"
+
+
+async def test_head_has_no_body() -> None:
+    _, wire = await exchange([GET.replace(b"GET", b"HEAD") + POST])
+    assert undated(wire.written).startswith(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\nHTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("head", "kept"),
+    [
+        (b"GET /echo HTTP/1.0\r\n\r\n", False),
+        (b"GET /echo HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", True),
+        (b"GET /echo HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", False),
+        (b"GET /echo HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", False),
+        (b"GET http://h/echo HTTP/1.1\r\nHost: h\r\n\r\n", True),
+    ],
+)
+async def test_keep_alive(head: bytes, kept: bool) -> None:
+    echo, wire = await exchange([head])
+    assert status_of(wire) == 200
+    assert (wire.end == "") is kept
+    assert (b"Connection: close" in wire.written) is not kept
+    assert [request[1] for request in echo.seen] == ["/echo"]
+
+
+async def test_a_stream_for_an_old_client_ends_with_its_connection() -> None:
+    raw = b"POST /stream HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nab"
+    _, wire = await exchange([raw])
+    assert undated(wire.written).endswith(b"Connection: close\r\n\r\nab")
+    assert wire.end == "close"
+
+
+async def test_a_client_that_leaves_ends_its_handler() -> None:
+    echo = Echo()
+    echo.gate = asyncio.Event()
+    _, wire = await exchange([STREAM], echo)
+    connection = wire.protocol
+    task = connection.task
+    connection.connection_lost(None)
+    await quiet()
+    assert task.cancelled()
+    assert echo.stream is not None
+    with pytest.raises(ClientGone):
+        echo.stream.write(b"x")
+
+
+async def test_flow() -> None:
+    echo = Echo()
+    echo.gate = asyncio.Event()
+    _, wire = await exchange([STREAM], echo)
+    assert echo.stream is not None
+    told: list[bool] = []
+    echo.stream.on_flow = told.append
+    wire.protocol.pause_writing()
+    waiting = asyncio.ensure_future(echo.stream.drained())
+    await quiet()
+    assert (told, waiting.done()) == ([False], False)
+    wire.protocol.resume_writing()
+    await quiet()
+    assert (told, waiting.done()) == ([False, True], True)
+
+
+async def test_closing() -> None:
+    """Who is idle is closed at once, who is at work after its answer, which goes out whole."""
+    echo = Echo()
+    echo.server = Server(echo.site, 10.0)
+    echo.gate = asyncio.Event()
+    _, idle = await exchange([], echo)
+    _, busy = await exchange([POST], echo)
+    closing = asyncio.ensure_future(echo.server.close())
+    await quiet()
+    assert (idle.end, busy.end) == ("close", "")
+    echo.gate.set()
+    await closing
+    assert undated(busy.written).endswith(b"Connection: close\r\n\r\nhello")
+    assert busy.end == "close"
+
+
+async def test_a_header_can_not_be_smuggled_out() -> None:
+    from kvhandoff.router.wire.framing import response_head
+
+    with pytest.raises(ValueError, match="line end"):
+        response_head(200, {"X": "a\r\nSet-Cookie: b"})
