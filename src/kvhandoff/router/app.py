@@ -79,7 +79,6 @@ class Front:
         told = None if registrations is None else siblings.told(registrations.post)
         return [
             *([wire.post("/internal/engines", told)] if told is not None else []),
-            wire.get(WORKER_PAGE, self.worker),
             wire.post("/v1/engines/drain", siblings.told(self.drain)),
             wire.post(Endpoint.CHAT.path, self.chat_completions),
             wire.post(Endpoint.COMPLETIONS.path, self.completions),
@@ -263,7 +262,7 @@ def members_of(config: RouterConfig) -> list[MemberSource]:
 def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> wire.Site:
     """The router as a site."""
     front = Front(config, clock)
-    return guarded(
+    site = guarded(
         front.routes(),
         front.lifespan,
         config.security,
@@ -272,6 +271,9 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> wire.Site:
         on_refused=front.refused,
         worker=config.worker,
     )
+    if config.worker.count > 1:
+        site.add(wire.get(WORKER_PAGE, front.worker))
+    return site
 
 
 async def serve(config: RouterConfig) -> Server:
