@@ -81,7 +81,6 @@ class Front:
         told = None if registrations is None else siblings.told(registrations.post)
         return [
             *([wire.post("/internal/engines", told)] if told is not None else []),
-            wire.get(WORKER_PAGE, self.worker),
             wire.post("/v1/engines/drain", siblings.told(self.drain)),
             wire.post(Endpoint.CHAT.path, self.chat_completions),
             wire.post(Endpoint.COMPLETIONS.path, self.completions),
@@ -267,7 +266,7 @@ def members_of(config: RouterConfig) -> list[MemberSource]:
 def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> wire.Site:
     """The router as a site."""
     front = Front(config, clock)
-    return guarded(
+    site = guarded(
         front.routes(),
         front.lifespan,
         config.security,
@@ -282,6 +281,9 @@ def create_app(config: RouterConfig, *, clock: Clock = monotonic) -> wire.Site:
         ),
         worker=config.worker,
     )
+    if config.worker.count > 1:
+        site.add(wire.get(WORKER_PAGE, front.worker))
+    return site
 
 
 async def serve(config: RouterConfig) -> Server:

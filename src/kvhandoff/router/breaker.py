@@ -90,7 +90,8 @@ class Circuit:
     @property
     def rests(self) -> bool:
         """Whether the engine is to be avoided now."""
-        return self._breaker.rests(self._clock())
+        breaker = self._breaker
+        return bool(breaker.pause) and breaker.rests(self._clock())
 
     def begin(self) -> LegOutcome:
         """A leg begins."""

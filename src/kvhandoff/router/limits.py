@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, NamedTuple, Protocol
 
@@ -77,12 +77,12 @@ def begin(limits: Limits, usage: Usage) -> Usage | Excess:
     """One more request under way."""
     if limits.max_concurrency is not None and usage.running >= limits.max_concurrency:
         return Excess("max_concurrency", RETRY_CONCURRENCY_S, usage.running)
-    return Usage(usage.running + 1, usage.spent, usage.at)
+    return replace(usage, running=usage.running + 1)
 
 
 def end(usage: Usage) -> Usage:
     """One less."""
-    return Usage(usage.running - 1, usage.spent, usage.at)
+    return replace(usage, running=usage.running - 1)
 
 
 def reserve(limits: Limits, usage: Usage, bound: int, now: float) -> Reserved | Excess:
@@ -95,7 +95,7 @@ def reserve(limits: Limits, usage: Usage, bound: int, now: float) -> Reserved | 
     over = usage.spent + tokens - room
     if over > 0:
         return Excess("tokens_per_minute", over * 60 / room)
-    return Reserved(Usage(usage.running, usage.spent + tokens, now), tokens)
+    return Reserved(replace(usage, spent=usage.spent + tokens), tokens)
 
 
 def settle(limits: Limits, usage: Usage, reserved: int, used: int, now: float) -> Usage:
@@ -104,12 +104,12 @@ def settle(limits: Limits, usage: Usage, reserved: int, used: int, now: float) -
     if room is None:
         return usage
     usage = _refilled(usage, room, now)
-    return Usage(usage.running, max(0.0, usage.spent + used - reserved), now)
+    return replace(usage, spent=max(0.0, usage.spent + used - reserved))
 
 
 def _refilled(usage: Usage, room: int, now: float) -> Usage:
     spent = max(0.0, usage.spent - (now - usage.at) * room / 60)
-    return Usage(usage.running, spent, now)
+    return replace(usage, spent=spent, at=now)
 
 
 class SharedCounts(Protocol):

@@ -40,6 +40,8 @@ class Probe:
 
     def take(self, legs: Iterable[LegRecord]) -> None:
         """Engines' accounts, of whatever requests."""
+        if not self._awaited:
+            return
         for leg in legs:
             awaited = self._awaited.get(HandoffKey(HandoffId(leg.handoff_id), leg.attempt))
             if awaited is not None and leg.leg == "decode" and not awaited.done():

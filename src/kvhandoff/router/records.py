@@ -180,6 +180,8 @@ class Draft:
         self.response_id = endpoint.response_id(handoff_id)
         """The `id` in the response's body."""
         self.reasons: list[Reason] = []
+        self.told = False
+        """It has settled, and whoever wants to know does."""
         self._on_reason = on_reason
         self._legs: dict[tuple[HandoffKey, str], LegRecord] = {}
 
@@ -241,6 +243,9 @@ class Draft:
     def record(self) -> RequestRecord:
         """All that is known now."""
         prefill, decode = self.accounts()
+        lacking = (prefill is None and self.prefill is not None) or (
+            decode is None and self.decode is not None
+        )
         phases, ttft_s = self._phases(prefill, decode)
         forward, back = (None, decode) if decode and decode.leg == "local" else (decode, prefill)
         return RequestRecord(
@@ -290,7 +295,7 @@ class Draft:
             prefill=self.prefill.engine if self.prefill else None,
             decode=self.decode.engine if self.decode else None,
             finish_reason=decode.finish_reason if decode else None,
-            incomplete=not (self.settled and self.joinable),
+            incomplete=self.status is None or not self.joinable or lacking,
         )
 
     def _leg(self, ref: LegRef | None) -> LegRecord | None:
@@ -395,12 +400,12 @@ class Records:
             draft = self._drafts.get(leg.handoff_id)
             if draft is None:
                 continue
-            before = draft.settled
             draft.add_leg(leg)
-            if draft.settled and not before:
+            if not draft.told and draft.settled:
                 self._settle(draft)
 
     def _settle(self, draft: Draft) -> None:
+        draft.told = True
         record = draft.record()
         if draft.charge is not None and not record.incomplete:
             draft.charge.settle(record.prompt_tokens + record.completion_tokens)

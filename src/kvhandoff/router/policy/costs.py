@@ -11,7 +11,6 @@ what each takes to post is in the measured seconds per byte.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.records import LegRecord
@@ -55,25 +54,27 @@ UNMEASURED = EngineCosts()
 def learn(costs: EngineCosts, leg: LegRecord) -> EngineCosts:
     """The engine's costs after one more leg of its. What a leg doesn't show stays as it was."""
     phases = leg.phases
-    learned: dict[str, Any] = {}
     if leg.computed_tokens >= MIN_TOKENS:
         computing = phases.get(Phase.PREFILL_COMPUTE if leg.leg == "prefill" else Phase.RECOMPUTE)
         if computing is not None:
             middle = leg.cached_tokens + leg.transferred_tokens + leg.computed_tokens / 2
-            learned["compute_s"] = costs.compute_s.observe(middle, computing / leg.computed_tokens)
-    if leg.bytes and leg.transferred_tokens:
-        learned["token_bytes"] = costs.token_bytes.observe(leg.bytes / leg.transferred_tokens)
-        if Phase.RETURN in phases:
-            learned["read_s"] = costs.read_s.observe(phases[Phase.RETURN] / leg.bytes)
-        elif Phase.WIRE in phases:
-            moving = phases.get(Phase.POST, 0.0) + phases[Phase.WIRE]
-            taken = phases.get(Phase.CLAIM, 0.0) + phases.get(Phase.DETECT, 0.0)
-            learned["read_s"] = costs.read_s.observe(moving / leg.bytes)
-            learned["pull_s"] = costs.pull_s.observe(taken)
-        elif Phase.WRITE_TAIL in phases:
-            tail = phases[Phase.WRITE_TAIL] - (leg.bytes - leg.early_bytes) * costs.read_s.value
-            learned["push_s"] = costs.push_s.observe(max(0.0, tail) + phases.get(Phase.DETECT, 0.0))
-    return replace(costs, **learned) if learned else costs
+            speed = costs.compute_s.observe(middle, computing / leg.computed_tokens)
+            costs = replace(costs, compute_s=speed)
+    if not leg.bytes or not leg.transferred_tokens:
+        return costs
+    costs = replace(costs, token_bytes=costs.token_bytes.observe(leg.bytes / leg.transferred_tokens))
+    if Phase.RETURN in phases:
+        return replace(costs, read_s=costs.read_s.observe(phases[Phase.RETURN] / leg.bytes))
+    if Phase.WIRE in phases:
+        moving = phases.get(Phase.POST, 0.0) + phases[Phase.WIRE]
+        taken = phases.get(Phase.CLAIM, 0.0) + phases.get(Phase.DETECT, 0.0)
+        return replace(
+            costs, read_s=costs.read_s.observe(moving / leg.bytes), pull_s=costs.pull_s.observe(taken)
+        )
+    if Phase.WRITE_TAIL in phases:
+        tail = phases[Phase.WRITE_TAIL] - (leg.bytes - leg.early_bytes) * costs.read_s.value
+        return replace(costs, push_s=costs.push_s.observe(max(0.0, tail) + phases.get(Phase.DETECT, 0.0)))
+    return costs
 
 
 def learn_leg(costs: EngineCosts, phases: dict[str, float]) -> EngineCosts:

@@ -53,9 +53,6 @@ PREFERENCE: tuple[Option, ...] = (
 which is a better choice; then the one that computes less."""
 
 
-_RANK = {option: rank for rank, option in enumerate(PREFERENCE)}
-
-
 class Cost(NamedTuple):
     """Seconds, by term."""
 
@@ -93,7 +90,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
 def cheapest(costs: Mapping[Option, Cost]) -> Option:
     """The one that costs least; of several, the first in PREFERENCE."""
-    return min(costs, key=lambda option: (costs[option].total, _RANK[option]))
+    return min(costs, key=lambda option: (costs[option].total, PREFERENCE.index(option)))
 
 
 def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
@@ -174,19 +171,22 @@ class _Model:
         computed = self._tokens - own - returned
         computing = computed * self._token_s(engine, own + returned + computed / 2).value
         ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
-        queue = engine.queue * ahead.value if ahead.n else 0.0
-        return_s = self._return_s(engine, returned) if returning else 0.0
+        cost = Cost(
+            queue=engine.queue * ahead.value if ahead.n else 0.0,
+            compute=computing,
+            returning=self._return_s(engine, returned) if returning else 0.0,
+        )
         if path == "local":
-            return Cost(queue, computing, return_s, harm=computing * max(1, engine.running))
+            return cost._replace(harm=computing * max(1, engine.running))
         moved = self._tokens - self._at_decode
         pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
         if path == "pull":
             leg_s = self._measured(engine, lambda costs: costs.leg_s).value
-            return Cost(queue, computing, return_s, self._wire_s(self._decode, moved), leg_s + pull_s)
+            return cost._replace(wire=self._wire_s(self._decode, moved), coordination=leg_s + pull_s)
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
         unhidden_s = self._wire_s(self._decode, moved) - computing
         push_s = self._measured(self._decode, lambda costs: costs.push_s).value
-        return Cost(queue, computing, return_s, max(tail_s, unhidden_s), push_s)
+        return cost._replace(wire=max(tail_s, unhidden_s), coordination=push_s)
 
     def _token_s(self, engine: EngineView, context: float) -> Estimate:
         return self._measured(engine, lambda costs: costs.compute_s.at(context))

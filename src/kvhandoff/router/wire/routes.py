@@ -15,18 +15,18 @@ class RouteDef(NamedTuple):
     for one that may have some."""
 
     method: str
-    page: str
+    path: str
     handler: Handler
 
 
-def get(page: str, handler: Handler) -> RouteDef:
+def get(path: str, handler: Handler) -> RouteDef:
     """A page to be read; HEAD has its headers."""
-    return RouteDef("GET", page, handler)
+    return RouteDef("GET", path, handler)
 
 
-def post(page: str, handler: Handler) -> RouteDef:
+def post(path: str, handler: Handler) -> RouteDef:
     """A page that takes a body."""
-    return RouteDef("POST", page, handler)
+    return RouteDef("POST", path, handler)
 
 
 class Found(NamedTuple):
@@ -46,11 +46,15 @@ class Routes:
         self._patterns: dict[re.Pattern[str], dict[str, RouteDef]] = {}
         self._names: dict[str, str] = {}
         for route in routes:
-            self._names[route.page] = _PART.sub(r"{\1}", route.page)
-            if "{" in route.page:
-                self._patterns.setdefault(_pattern(route.page), {})[route.method] = route
-            else:
-                self._exact.setdefault(route.page, {})[route.method] = route
+            self.add(route)
+
+    def add(self, route: RouteDef) -> None:
+        """One more page."""
+        self._names[route.path] = _PART.sub(r"{\1}", route.path)
+        if "{" in route.path:
+            self._patterns.setdefault(_pattern(route.path), {})[route.method] = route
+        else:
+            self._exact.setdefault(route.path, {})[route.method] = route
 
     def find(self, method: str, path: str) -> Found:
         """Raises RequestError: 404 where there is no such page, 405 where it takes other methods."""
@@ -59,7 +63,7 @@ class Routes:
         for methods, parts in self._at(path):
             route = methods.get(wanted)
             if route is not None:
-                return Found(route.handler, self._names[route.page], parts)
+                return Found(route.handler, self._names[route.path], parts)
             allowed |= methods.keys() | ({"HEAD"} if "GET" in methods else set())
         where = f"{method} {path[:200]}"
         if not allowed:
@@ -85,9 +89,9 @@ class Routes:
 _PART = re.compile(r"\{(\w+)(?::([^}]*))?\}")
 
 
-def _pattern(page: str) -> re.Pattern[str]:
+def _pattern(path: str) -> re.Pattern[str]:
     made, last = "", 0
-    for part in _PART.finditer(page):
-        made += f"{re.escape(page[last : part.start()])}(?P<{part[1]}>{part[2] or '[^/]+'})"
+    for part in _PART.finditer(path):
+        made += f"{re.escape(path[last : part.start()])}(?P<{part[1]}>{part[2] or '[^/]+'})"
         last = part.end()
-    return re.compile(made + re.escape(page[last:]))
+    return re.compile(made + re.escape(path[last:]))

@@ -30,6 +30,10 @@ class Site:
         self._routes = Routes(routes)
         self._admit = admit
 
+    def add(self, route: RouteDef) -> None:
+        """One more page, of which clients hear nothing."""
+        self._routes.add(route)
+
     async def answer(self, request: Request) -> Response | StreamResponse:
         """Every error is an OpenAI error body, and none ends the service."""
         try:
