@@ -29,7 +29,7 @@ from kvhandoff.web import Handler
 
 _Value = TypeVar("_Value")
 
-OPEN = frozenset({"/health", "/internal/engines"})
+OPEN = frozenset({"/health", "/openapi.json", "/internal/engines"})
 CLIENTS = frozenset(
     {
         *(endpoint.path for endpoint in Endpoint),

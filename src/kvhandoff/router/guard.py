@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.router.access import Access
+from kvhandoff.router.openapi import with_description
 from kvhandoff.router.security import Security, listener_tls
 from kvhandoff.router.watched import watching
 from kvhandoff.web import Server, errors, is_loopback
@@ -30,7 +31,7 @@ def guarded(
     Raises ConfigError when the file of tenants can't be used."""
     access = Access(security, clock, on_refused)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[errors, access.middleware])
-    app.add_routes(routes)
+    app.add_routes(with_description(routes, keys=security.tenants is not None))
     if access.file is not None:
         app.cleanup_ctx.append(watching(access.file))
     app.cleanup_ctx.append(lifespan)
