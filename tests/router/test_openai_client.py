@@ -330,12 +330,16 @@ async def test_an_error_inside_a_stream(cluster: Any) -> None:
     async with cluster(timeouts={"record_s": 0.05}) as c, client(c) as api:
         c.d.script = script
         stream = await api.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
-        texts = []
-        with pytest.raises(openai.APIError, match="ended before its answer was complete"):
+        texts: list[str | None] = []
+
+        async def read() -> None:
             async for chunk in stream:
                 texts.append(chunk.choices[0].delta.content)
                 if texts == ["", "Hel"]:
                     c.d.gate.set()
+
+        with pytest.raises(openai.APIError, match="ended before its answer was complete"):
+            await read()
         assert texts == ["", "Hel"]
 
 

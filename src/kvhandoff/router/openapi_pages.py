@@ -43,7 +43,7 @@ class Operation:
     refusals: Mapping[str, str] = field(default_factory=dict)
     """By status: when. Those that any page may answer with come on top."""
     headers: Schema = field(default_factory=dict)
-    """Of its answers and refusals."""
+    """Of its answers."""
 
 
 def ref(name: str) -> Schema:
@@ -193,7 +193,7 @@ def _ask(endpoint: Endpoint, summary: str, **refusals: str) -> Operation:
         answers={
             "200": (
                 f"The engine's answer, byte for byte: OpenAI's `{_OBJECTS[endpoint]}`, or its events.",
-                {**_json(whole), "text/event-stream": {"schema": {"type": "string"}}},
+                {**_json(whole), "text/event-stream": {}},
             )
         },
         refusals={
