@@ -20,8 +20,10 @@ _results: list[dict[str, Any]] = []
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The default model on embedded engines. All is pulled and, where a history is known, returned, so that
-    what the clients show does not depend on what this machine's engines are found to cost."""
-    with running(tmp_path_factory.mktemp("up"), "--path", "pull", "--return", "on") as deployment:
+    nothing depends on what this machine's engines are found to cost. They have no prefix caches: a turn's
+    history comes back, or is computed again."""
+    logs = tmp_path_factory.mktemp("up")
+    with running(logs, "--path", "pull", "--return", "on", "--no-prefix-cache") as deployment:
         yield deployment
 
 
