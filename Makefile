@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
 
-.PHONY: run test test-main test-vllm index-server vllm-env lint types check format clean compare-vllm bench-vllm
+.PHONY: run test test-main test-vllm index-server vllm-env lint types check format clean compare-vllm bench-vllm clients
 
 run: $(READY)
 	$(BIN)/kvhandoff up $(ARGS)
@@ -14,7 +14,7 @@ run: $(READY)
 test: test-main test-vllm
 
 test-main: $(READY) index-server
-	$(BIN)/pytest --ignore tests/vllm
+	$(BIN)/pytest --ignore tests/vllm --ignore tests/clients
 
 # For the tests of the router's shared index.
 index-server:
@@ -29,6 +29,11 @@ vllm-env: $(VLLM)/.ready
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt scripts/vllm_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_env.sh
+
+# Clients of others, unmodified: docs/clients.md. Writes build/clients.json.
+clients: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
+	PYTHON=$(PYTHON) scripts/clients.sh
+	$(BIN)/pytest tests/clients $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

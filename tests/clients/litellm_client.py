@@ -6,6 +6,7 @@ import sys
 
 import litellm
 
+litellm.suppress_debug_info = True  # it goes to standard output
 url, model = sys.argv[1:]
 options = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
 question = [{"role": "user", "content": "What is the capital of France?"}]

@@ -17,6 +17,8 @@ from tests.clients.test_openai_python import FACTS, QUESTION, TURNS
 
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """Else it asks for its table of prices at each start."""
+KEY = "sk-of-the-proxy"
+"""It does not start without one."""
 
 
 def version(home: Path) -> str:
@@ -33,7 +35,7 @@ def test_library(up: Deployment, tmp_path: Path, record_property: Callable[[str,
     found = json.loads(
         run([str(home / "bin/python"), str(script), up.url, up.model], cwd=tmp_path, environment=OFFLINE)
     )
-    assert found["raised"] == ["BadRequestError", "BadRequestError", "NotFoundError"]
+    assert found["raised"] == ["BadRequestError", "ContextWindowExceededError", "NotFoundError"]
     records = [up.record(name) for name in found["turns"]]
     assert [record["reused_tokens"]["returned"] > 0 for record in records] == [False, True, True]
     changes = up.since(before)
@@ -50,11 +52,12 @@ def test_proxy(up: Deployment, tmp_path: Path, record_property: Callable[[str, o
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"model_list": [{"model_name": "chat", "litellm_params": backend}]}))
     command = [str(home / "bin/litellm"), "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
+    secured = OFFLINE | {"LITELLM_MASTER_KEY": KEY}
     before = up.counts()
-    with (tmp_path / "proxy.log").open("w+") as log, process(command, log, OFFLINE) as proxy:
+    with (tmp_path / "proxy.log").open("w+") as log, process(command, log, secured) as proxy:
         url = f"http://127.0.0.1:{port}"
         await_page(f"{url}/health/liveliness", proxy, log)
-        api = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        api = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0)
         create: Any = api.chat.completions.create
         whole = create(model="chat", messages=QUESTION, temperature=0)
         assert whole.choices[0].message.content == "The capital of France is Paris."
