@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up clients that others have written, for tests/clients: `scripts/clients.sh [litellm] [aiperf] [node]`, all of
-# them by default. Each Python one has an environment of its own, .venv-clients-NAME, with the versions of
+# Sets up clients that others have written, for tests/clients: `scripts/clients.sh [NAME ...]`, of litellm, aiperf,
+# multi-turn and node; all of them by default. Each Python one has an environment of its own, .venv-clients-NAME, with the versions of
 # tests/clients/pins/NAME.txt; Node's packages are in tests/clients/node. vLLM's clients are in .venv-vllm.
 #
 # Where one can't be installed (no network, no wheels for this platform), .venv-clients-NAME/.impossible says why, and
@@ -32,13 +32,13 @@ in_node() {
     fi
 }
 
-for name in "${@:-litellm aiperf node}"; do
+for name in "${@:-litellm aiperf multi-turn node}"; do
     for one in $name; do
         case $one in
-            litellm | aiperf) in_venv "$one" ;;
+            litellm | aiperf | multi-turn) in_venv "$one" ;;
             node) in_node ;;
             *)
-                echo "clients: got $one, allowed are litellm, aiperf, node" >&2
+                echo "clients: got $one, allowed are litellm, aiperf, multi-turn, node" >&2
                 exit 2
                 ;;
         esac

@@ -18,6 +18,7 @@ WEATHER: Any = {
     "function": {
         "name": "weather",
         "description": "The weather in a city.",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
@@ -28,6 +29,10 @@ WEATHER: Any = {
 }
 CHOICE: Any = {"type": "function", "function": {"name": "weather"}}
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+ALIKE: Any = {"extra_body": {"top_k": 1, "ignore_eos": True}}
+"""Greedy, but not called so: vLLM refuses several greedy answers, since they are one."""
 
 
 class Place(BaseModel):
@@ -96,15 +101,17 @@ def test_form_of_an_answer(create: Any) -> None:
 
 
 def test_choices_logprobs_and_usage(create: Any) -> None:
-    answer = create(n=2, logprobs=True, top_logprobs=2, temperature=0, max_tokens=5)
+    answer = create(n=2, logprobs=True, top_logprobs=2, temperature=1, max_tokens=5, **ALIKE)
     assert [len(choice.logprobs.content) for choice in answer.choices] == [5, 5]
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
-    chunks = list(create(stream=True, stream_options={"include_usage": True}, max_tokens=5, temperature=0))
+    chunks = list(create(stream=True, stream_options={"include_usage": True}, max_tokens=5, **ALIKE))
     assert chunks[-1].usage.completion_tokens == 5
 
 
 def test_errors(create: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         create(temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="n must be 1"):
+        create(temperature=0, n=2)
     with pytest.raises(openai.BadRequestError):
         create(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}})

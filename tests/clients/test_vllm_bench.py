@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.deployment import Deployment, run
+from tests.clients.deployment import Deployment, environment, run
 from tests.vllm.environment import find
 
 REQUESTS = 12
@@ -39,9 +39,9 @@ def test_bench_serve(
     endpoint: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    quiet = {"VLLM_NO_USAGE_STATS": "1"}
     record_property("client", f"vllm bench serve, {backend}")
-    record_property("version", run([str(vllm), "--version"], cwd=tmp_path, environment=environment).strip())
+    record_property("version", run([str(vllm), "--version"], cwd=tmp_path, environment=quiet).strip())
     before = up.counts()
     command = [
         *(str(vllm), "bench", "serve", "--backend", backend, "--base-url", up.url, "--endpoint", endpoint),
@@ -50,7 +50,7 @@ def test_bench_serve(
         *("--max-concurrency", "4", "--ignore-eos", "--disable-tqdm"),
         *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
     ]
-    run(command, cwd=tmp_path, environment=environment)
+    run(command, cwd=tmp_path, environment=quiet)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (REQUESTS, 0)
     assert result["total_output_tokens"] == REQUESTS * 16
@@ -62,11 +62,11 @@ def test_bench_serve(
 
 def test_multi_turn(
     up: Deployment,
-    vllm: Path,
     model_directory: Path,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
+    home = environment("multi-turn")
     if MULTI_TURN not in os.environ:
         pytest.skip(f"${MULTI_TURN} does not name vLLM's benchmarks/multi_turn")
     record_property("client", "vLLM's benchmark_serving_multi_turn.py")
@@ -93,9 +93,10 @@ def test_multi_turn(
     before = up.counts()
     script = Path(os.environ[MULTI_TURN]) / "benchmark_serving_multi_turn.py"
     command = [
-        *(str(vllm.with_name("python")), str(script), "--model", str(model_directory)),
+        *(str(home / "bin/python"), str(script), "--model", str(model_directory)),
         *("--served-model-name", up.model, "--url", up.url, "--input-file", str(file)),
-        *("--num-clients", "2", "--max-active-conversations", "4", "--seed", "1"),
+        *("--num-clients", "2", "--max-active-conversations", "4", "--no-early-stop", "--seed", "1"),
+        *("--limit-min-tokens", "12", "--limit-max-tokens", "12"),
     ]
     run(command, cwd=tmp_path)
     changes = up.since(before)
