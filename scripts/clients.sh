@@ -24,6 +24,18 @@ in_venv() {
     fi
 }
 
+# vLLM's benchmark of conversations imports vLLM too: its environment lies on top of .venv-vllm.
+over_vllm() {
+    local under=${KVHANDOFF_VLLM_PYTHON:-.venv-vllm/bin/python}
+    if [ ! -x "$under" ]; then
+        echo "there is no vLLM: its multi-turn benchmark is skipped"
+        return
+    fi
+    in_venv multi-turn
+    local where='import sysconfig; print(sysconfig.get_path("purelib"))'
+    "$under" -c "$where" > "$(.venv-clients-multi-turn/bin/python -c "$where")/vllm.pth"
+}
+
 in_node() {
     if ! command -v npm > /dev/null; then
         echo "there is no npm: the Node client is skipped"
@@ -35,7 +47,8 @@ in_node() {
 for name in "${@:-litellm aiperf multi-turn node}"; do
     for one in $name; do
         case $one in
-            litellm | aiperf | multi-turn) in_venv "$one" ;;
+            litellm | aiperf) in_venv "$one" ;;
+            multi-turn) over_vllm ;;
             node) in_node ;;
             *)
                 echo "clients: got $one, allowed are litellm, aiperf, multi-turn, node" >&2

@@ -69,7 +69,9 @@ def create(up: Deployment, record_property: Callable[[str, object], None]) -> An
 
 
 def test_forced_tool_call(up: Deployment, create: Any) -> None:
-    answer = create(tools=[WEATHER], tool_choice=CHOICE, temperature=0)
+    asked = {"tools": [WEATHER], "tool_choice": CHOICE, "temperature": 0, "max_tokens": 300}
+    answer = create(**asked)
+    assert answer.choices[0].message.tool_calls, answer
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "weather"
     assert set(json.loads(call.function.arguments)) == {"city", "unit"}
@@ -78,7 +80,7 @@ def test_forced_tool_call(up: Deployment, create: Any) -> None:
 
     pieces = [
         piece.function
-        for chunk in create(tools=[WEATHER], tool_choice=CHOICE, temperature=0, stream=True)
+        for chunk in create(**asked, stream=True)
         for choice in chunk.choices
         for piece in choice.delta.tool_calls or ()
     ]
