@@ -85,7 +85,8 @@ def test_forced_tool_call(up: Deployment, create: Any) -> None:
         for piece in choice.delta.tool_calls or ()
     ]
     assert "".join(piece.name or "" for piece in pieces) == "weather"
-    assert "".join(piece.arguments or "" for piece in pieces) == call.function.arguments
+    arguments = "".join(piece.arguments or "" for piece in pieces)
+    assert json.loads(arguments) == json.loads(call.function.arguments)  # vLLM lays them out differently
     assert len(pieces) > 2
 
 

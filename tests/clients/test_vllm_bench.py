@@ -18,6 +18,13 @@ MULTI_TURN = "KVHANDOFF_VLLM_MULTI_TURN"
 """Names vLLM's folder benchmarks/multi_turn."""
 
 
+QUIET = {"VLLM_NO_USAGE_STATS": "1"}
+
+
+def vllm_version(vllm: Path, where: Path) -> str:
+    return run([str(vllm), "--version"], cwd=where, environment=QUIET).strip()
+
+
 @pytest.fixture(scope="module")
 def vllm() -> Path:
     """vLLM's command."""
@@ -39,9 +46,8 @@ def test_bench_serve(
     endpoint: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    quiet = {"VLLM_NO_USAGE_STATS": "1"}
     record_property("client", f"vllm bench serve, {backend}")
-    record_property("version", run([str(vllm), "--version"], cwd=tmp_path, environment=quiet).strip())
+    record_property("version", vllm_version(vllm, tmp_path))
     before = up.counts()
     command = [
         *(str(vllm), "bench", "serve", "--backend", backend, "--base-url", up.url, "--endpoint", endpoint),
@@ -50,7 +56,7 @@ def test_bench_serve(
         *("--max-concurrency", "4", "--ignore-eos", "--disable-tqdm"),
         *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
     ]
-    run(command, cwd=tmp_path, environment=quiet)
+    run(command, cwd=tmp_path, environment=QUIET)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (REQUESTS, 0)
     assert result["total_output_tokens"] == REQUESTS * 16
@@ -62,6 +68,7 @@ def test_bench_serve(
 
 def test_multi_turn(
     up: Deployment,
+    vllm: Path,
     model_directory: Path,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
@@ -70,6 +77,7 @@ def test_multi_turn(
     if MULTI_TURN not in os.environ:
         pytest.skip(f"${MULTI_TURN} does not name vLLM's benchmarks/multi_turn")
     record_property("client", "vLLM's benchmark_serving_multi_turn.py")
+    record_property("version", vllm_version(vllm, tmp_path))
     conversations, turns = 4, 3
     words = ("river", "stone", "garden", "window", "market", "letter", "morning", "silver", "engine")
     pick = random.Random(1)
@@ -95,7 +103,8 @@ def test_multi_turn(
     command = [
         *(str(home / "bin/python"), str(script), "--model", str(model_directory)),
         *("--served-model-name", up.model, "--url", up.url, "--input-file", str(file)),
-        *("--num-clients", "2", "--max-active-conversations", "4", "--no-early-stop", "--seed", "1"),
+        # One conversation for each of its clients at a time: with more it ends before the last ones have.
+        *("--num-clients", "2", "--max-active-conversations", "2", "--no-early-stop", "--seed", "1"),
         *("--limit-min-tokens", "12", "--limit-max-tokens", "12"),
     ]
     run(command, cwd=tmp_path)
