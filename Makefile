@@ -8,7 +8,7 @@ VLLM   := .venv-vllm
 RUST   := .venv-vllm-router
 
 .PHONY: run test test-main test-vllm index-server vllm-env lint types check format clean compare-vllm bench-vllm \
-	bench-router vllm-router-env
+	bench-router vllm-router-env clients
 
 run: $(READY)
 	$(BIN)/kvhandoff up $(ARGS)
@@ -16,7 +16,7 @@ run: $(READY)
 test: test-main test-vllm
 
 test-main: $(READY) index-server
-	$(BIN)/pytest --ignore tests/vllm
+	$(BIN)/pytest --ignore tests/vllm --ignore tests/clients
 
 # For the tests of the router's shared index.
 index-server:
@@ -31,6 +31,11 @@ vllm-env: $(VLLM)/.ready
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt scripts/vllm_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_env.sh
+
+# Clients of others, unmodified: docs/clients.md. Writes build/clients.json.
+clients: $(READY) $(if $(KVHANDOFF_VLLM_PYTHON),,vllm-env)
+	PYTHON=$(PYTHON) scripts/clients.sh
+	$(BIN)/pytest tests/clients $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -141,5 +141,5 @@ def test_what_needs_a_stored_response(field: str, value: Any, shown: str) -> Non
     with pytest.raises(RequestError, match=f"{field}: got {shown}, allowed is null") as error:
         check_stateless(parse_body(msgspec.json.encode({field: value})))
     assert (error.value.status, error.value.param) == (400, field)
-    for nothing in (None, False):
+    for nothing in (None, False) if field == "background" else (None,):
         check_stateless(parse_body(msgspec.json.encode({field: nothing})))

@@ -28,7 +28,7 @@ from kvhandoff.router.watched import Watched
 
 _Value = TypeVar("_Value")
 
-OPEN = frozenset({"/health", "/internal/engines", "/internal/worker"})
+OPEN = frozenset({"/health", "/openapi.json", "/internal/engines", "/internal/worker"})
 CLIENTS = frozenset(
     {
         *(endpoint.path for endpoint in Endpoint),

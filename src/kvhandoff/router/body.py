@@ -88,16 +88,17 @@ def _echo_needs_logprobs(fields: Fields, endpoint: Endpoint) -> bool:
 
 def check_stateless(fields: Fields) -> None:
     """A response must be answerable by any engine, and at once. Raises RequestError (400)."""
-    for name, why in _STATEFUL.items():
-        if _given(fields, name):
-            value = bytes(fields[name]).decode(errors="replace")[:_SHOWN]
-            raise RequestError(f"{name}: got {value}, allowed is null: {why}", param=name)
+    for name, (allowed, why) in _STATEFUL.items():
+        value = bytes(fields.get(name, b"null")).decode(errors="replace")
+        if value not in allowed:
+            shown = " or ".join(allowed)
+            raise RequestError(f"{name}: got {value[:_SHOWN]}, allowed is {shown}: {why}", param=name)
 
 
 _STATEFUL = {
-    "previous_response_id": "no response is stored; send the conversation in input",
-    "conversation": "no conversation is stored; send it in input",
-    "background": "no response is stored to be fetched later",
+    "previous_response_id": (("null",), "no response is stored; send the conversation in input"),
+    "conversation": (("null",), "no conversation is stored; send it in input"),
+    "background": (("null", "false"), "no response is stored to be fetched later"),
 }
 
 

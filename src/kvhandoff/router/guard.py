@@ -9,6 +9,7 @@ from kvhandoff.core.clock import Clock
 from kvhandoff.router import wire
 from kvhandoff.router.access import Access
 from kvhandoff.router.limits import SharedCounts
+from kvhandoff.router.openapi import with_description
 from kvhandoff.router.security import Security, listener_tls
 from kvhandoff.router.watched import watching
 from kvhandoff.router.worker import Worker
@@ -34,7 +35,11 @@ def guarded(
     what tenants use of all routers, where these count together. Raises ConfigError when the file of tenants
     can't be used."""
     access = Access(security, clock, on_refused, limits, share=worker.count)
-    site = wire.Site(routes, access.admit, max_body_bytes=max_body_bytes)
+    site = wire.Site(
+        with_description(routes, keys=security.tenants is not None),
+        access.admit,
+        max_body_bytes=max_body_bytes,
+    )
     if access.file is not None:
         site.lifespans.append(watching(access.file))
         if limits is not None:
