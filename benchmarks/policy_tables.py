@@ -98,6 +98,10 @@ def _by(binding: Binding, played: Sequence[Play], base: Sequence[Play], measure:
     return "not compared" if why_unequal(played, base) else str(ratio(played, base, measure, 99))
 
 
+def _error(error: float | None) -> str:
+    return "" if error is None else f"{error:.2f}"
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
@@ -177,8 +181,9 @@ def learned_report(
             best = path == each.cheapest
             report.row(
                 *(each.regime.name, str(each.regime.tokens), path),
-                *(_ms(each.prior_s[path]), _ms(each.expected_s[path]), _ms(each.measured_s[path])),
-                *(f"{each.error(path, each.expected_s):.2f}", f"{each.error(path, each.prior_s):.2f}"),
+                *(_ms(each.prior_s[path]), _ms(each.expected_s[path]) if path in each.expected_s else ""),
+                _ms(each.measured_s[path]),
+                *(_error(each.error(path, known)) for known in (each.expected_s, each.prior_s)),
                 f"{_ms(each.cost_s[path])}{' *' if best else ''}",
                 str(each.chosen.count(path)),
                 f"{each.regret:.2f}" if best else "",

@@ -352,6 +352,17 @@ def test_a_verdict() -> None:
     }
 
 
+def test_a_path_that_could_not_be_taken_was_not_expected() -> None:
+    both = expected(1.0, 5.0, 6.0)
+    without = msgspec.structs.replace(both, ttft_s={"local": 1.0, "pull": 7.0})
+    found = judged([costed("pull", 0.0, expected=each) for each in (both, without)])
+    assert found.expected_s == {"local": 1.0, "pull": 6.0, "push": 6.0}
+    none = judged([costed("pull", 0.0, expected=without)])
+    assert none.expected_s == {"local": 1.0, "pull": 7.0}
+    assert none.error("push", none.expected_s) is None
+    assert len(cost_goals([none])) == 3
+
+
 def test_a_choice_without_the_model_is_no_verdict() -> None:
     with pytest.raises(ValueError, match="did not decide"):
         judged([costed("local", 1.0)])
