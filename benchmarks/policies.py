@@ -41,11 +41,11 @@ LOAD = Load(
     group_probes=4,
     probe_tokens=(500, 900),
     probe_answer=16,
-    burst_every_s=3.5,
+    burst_every_s=5.0,
     burst_s=1.0,
-    burst_requests=8,  # twice the lead that re-binding asks for
+    burst_requests=12,  # more than twice the lead that re-binding asks for
     burst_tokens=400,
-    burst_answer=16,
+    burst_answer=24,
     engines=DECODE_ENGINES,
 )
 """About two thirds of what two cores can do, so that what waits, waits for an engine and not for a core."""
@@ -63,7 +63,7 @@ class Size:
 
 
 WHOLE = Size(scenes=9, scene_s=13.0, rounds=4)
-QUICK = Size(scenes=2, scene_s=7.0, rounds=1)
+QUICK = Size(scenes=2, scene_s=8.0, rounds=1)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ The router learns of the others as it would in a fleet: by the engines' own repo
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -105,4 +106,4 @@ def _poisson(rng: random.Random, rate: float, until_s: float) -> list[float]:
 
 
 def _steps(every_s: float, until_s: float) -> list[float]:
-    return [step * every_s for step in range(int(until_s / every_s))]
+    return [step * every_s for step in range(math.ceil(until_s / every_s))]
