@@ -59,6 +59,18 @@ async def test_a_key_opens(cluster: Any, tmp_path: Path) -> None:
             assert (status, answer["choices"][0]["text"]) == (200, "Hello")
 
 
+async def test_no_orders_from_web_pages(cluster: Any) -> None:
+    """A browser sends a form to any address for any page, the reader's own router included."""
+    async with cluster() as c:
+        web_page = {"Origin": "http://elsewhere.example", "Content-Type": "text/plain"}
+        order = {"engine": c.d.engine_id}
+        for path in ("/v1/engines/drain", "/v1/handoffs/x/rebind"):
+            status, answer = await c.post(order, path=path, headers=web_page)
+            assert (status, answer["error"]["code"]) == (403, "cross_origin")
+        status, engine = await c.post(order, path="/v1/engines/drain")
+        assert (status, engine["drained"]) == (200, True)
+
+
 async def test_the_key_goes_no_further(cluster: Any, tmp_path: Path) -> None:
     """Field case 60: engines get nothing of a client's that could steer a transfer."""
     steering = {

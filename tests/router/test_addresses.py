@@ -76,6 +76,7 @@ def test_addresses(text: str, wanted: EngineAddress) -> None:
     ("text", "said"),
     [
         ("10.0.0.1:8000", "decode: got '10.0.0.1:8000', allowed is http://HOST:PORT or https://HOST:PORT"),
+        ("http://me:secret@h:1", "decode: got 'http://…@h:1' with a user or a password, allowed is http://"),
         (f"{URL}/v1", f"decode: got '{URL}/v1', allowed is http://HOST:PORT"),
         ("http://x:99999", "decode: got 'http://x:99999' (Port out of range"),
         (f"{URL},internal=", "decode,internal: got '', allowed is http://HOST:PORT"),

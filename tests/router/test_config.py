@@ -32,6 +32,7 @@ GOOD: dict[str, Any] = {"decode": ("http://127.0.0.1:1",), "cluster_key": b"k"}
         ({"max_conversations": 0}, "max_conversations: got 0"),
         ({"index": "http://h:1"}, "index: got 'http://h:1', allowed is memory, or a server's URL"),
         ({"index_ttl_s": 0}, "index_ttl_s: got 0"),
+        ({"index_ttl_s": float("inf")}, "index_ttl_s: got inf, allowed is more than 0, up to 10000000000"),
         ({"timeouts": Timeouts(index_s=0)}, "timeouts.index_s: got 0"),
         ({"on_miss": "retry"}, "on_miss: got 'retry', allowed is recompute, error"),
         ({"port": 65536}, "port: got 65536"),

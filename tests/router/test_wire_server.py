@@ -293,6 +293,48 @@ async def test_keep_alive(head: bytes, kept: bool) -> None:
     assert [request[1] for request in echo.seen] == ["/echo"]
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+
+@pytest.mark.parametrize("step", [1, 30, 10_000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 5\r\n\r\nhello",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+    ],
+)
+async def test_another_protocol_is_not_taken_up(body: bytes, step: int) -> None:
+    """Java's own client asks for HTTP/2 with each request in the clear."""
+    raw = b"POST /echo HTTP/1.1\r\nHost: h\r\n" + UPGRADE + body
+    echo, wire = await exchange([raw[at : at + step] for at in range(0, len(raw), step)])
+    assert status_of(wire) == 200
+    assert echo.seen == [("POST", "/echo", b"hello")]
+    assert wire.written.endswith(b"hello")
+    assert b"Connection: close" in wire.written
+
+
+async def test_what_follows_another_protocol_s_request_is_not_answered() -> None:
+    raw = b"POST /echo HTTP/1.1\r\nHost: h\r\n" + UPGRADE + b"Content-Length: 5\r\n\r\nhello"
+    echo, wire = await exchange([raw + GET])
+    assert len(echo.seen) == 1
+    assert wire.written.count(b"HTTP/1.1 200") == 1
+
+
+async def test_connect() -> None:
+    _, wire = await exchange([b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n"])
+    assert status_of(wire) == 400
+    assert b"URL: it can't be read" in wire.written
+    assert wire.end == "eof"
+
+
+async def test_a_path_that_is_no_text() -> None:
+    _, wire = await exchange([b"GET /%ff HTTP/1.1\r\nHost: h\r\n\r\n" + GET])
+    assert wire.written.startswith(b"HTTP/1.1 404")
+    assert b"no such endpoint: GET /" in wire.written
+    assert status_of(wire) == 200, "the next one is answered"
+
+
 async def test_a_stream_for_an_old_client_ends_with_its_connection() -> None:
     raw = b"POST /stream HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nab"
     _, wire = await exchange([raw])

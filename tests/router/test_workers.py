@@ -131,6 +131,14 @@ async def test_an_order_reaches_all(workers: Callable[..., Any]) -> None:
         assert (status, answer["error"]["code"]) == (400, "engine_not_found")
 
 
+async def test_a_record_that_may_be_at_a_worker_that_is_gone(workers: Callable[..., Any]) -> None:
+    async with workers() as w:
+        assert (await w.at[0].get("/v1/handoffs/none"))[0] == 404
+        await w.stop(1)
+        status, answer = await w.at[0].get("/v1/handoffs/none")
+        assert (status, answer["error"]["code"]) == (503, "worker_unreachable")
+
+
 async def test_a_worker_that_is_started_again_knows_the_orders(workers: Callable[..., Any]) -> None:
     async with workers() as w:
         await drain(w.at[0], w.at[0].d)

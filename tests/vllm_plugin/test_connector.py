@@ -91,7 +91,7 @@ def restored() -> Iterator[None]:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     stub_vllm.install(monkeypatch, getattr(request, "param", "0.32.0"))
-    monkeypatch.setenv(CLUSTER_KEY_ENV, "key")
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "the key of these tests")
     made = importlib.import_module("kvhandoff.vllm.connector")
     monkeypatch.setattr(made, "WorkerHalf", FakeWorkerHalf)
     monkeypatch.setattr(made, "Driver", FakeDriver)

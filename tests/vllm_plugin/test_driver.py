@@ -129,7 +129,7 @@ def make(settings: PluginSettings) -> tuple[Driver, SchedulerHalf, FakePool, Eng
 
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
-    monkeypatch.setenv(CLUSTER_KEY_ENV, "key")
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "the key of these tests")
     port = free_port()
     driver, half, pool, facts = make(PluginSettings(engine_id=f"e{port}", port=port, extra=ExtraConfig()))
     mover = FakeMover()
@@ -245,7 +245,7 @@ def test_no_cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_registers_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its pages' address, and vLLM's own as the operator gives it."""
-    monkeypatch.setenv(CLUSTER_KEY_ENV, "key")
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "the key of these tests")
     taken: queue.Queue[Registration] = queue.Queue()
 
     class Router(http.server.BaseHTTPRequestHandler):

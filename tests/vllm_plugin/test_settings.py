@@ -158,7 +158,10 @@ def test_the_cluster_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv(CLUSTER_KEY_ENV, "from the environment")
     assert ExtraConfig().cluster_key() == b"from the environment"
     file = tmp_path / "key"
-    file.write_text("from a file\n")
-    assert ExtraConfig(cluster_key_file=str(file)).cluster_key() == b"from a file"
+    file.write_text("out of some file\n")
+    assert ExtraConfig(cluster_key_file=str(file)).cluster_key() == b"out of some file"
+    file.write_text("of this file\n")
+    with pytest.raises(ConfigError, match="cluster key: got 12 bytes, allowed are 16 or more"):
+        ExtraConfig(cluster_key_file=str(file)).cluster_key()
     with pytest.raises(ConfigError, match=r"cluster_key_file: .*/none can't be read \(No such file"):
         ExtraConfig(cluster_key_file=str(tmp_path / "none")).cluster_key()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import ConfigError, check_cluster_key
 
 CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
 
@@ -34,9 +34,7 @@ def cluster_key(file: Path | None) -> bytes:
             raise ConfigError(f"cluster-key-file: {file} can't be read ({error.strerror})") from error
     else:
         key = os.environ.get(CLUSTER_KEY_ENV, "").encode()
-    if not key:
-        raise ConfigError(f"cluster key: none given; set ${CLUSTER_KEY_ENV} or --cluster-key-file")
-    return key
+    return check_cluster_key(key, set_by=f"${CLUSTER_KEY_ENV} or --cluster-key-file")
 
 
 def check_port(host: str, port: int) -> None:

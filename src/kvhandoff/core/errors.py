@@ -43,8 +43,24 @@ class RequestError(KVHandoffError):
 
     def body(self) -> dict[str, Any]:
         """The body OpenAI clients parse: `{"error": {message, type, param, code}}`."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        # What a client has sent may hold bytes that are no UTF-8, as lone surrogates, and no JSON has those.
+        message = self.message.encode("utf-8", "backslashreplace").decode()
+        error = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+MIN_CLUSTER_KEY_BYTES = 16
+"""Of the key that router and engines share: fewer could be guessed, and whoever knows it is one of them."""
+
+
+def check_cluster_key(key: bytes, *, set_by: str) -> bytes:
+    """The key. Raises ConfigError for none, and for one that is too short; `set_by`: how it is given."""
+    if not key:
+        raise ConfigError(f"cluster key: none given; set {set_by}")
+    if len(key) < MIN_CLUSTER_KEY_BYTES:
+        allowed = f"{MIN_CLUSTER_KEY_BYTES} or more, as of `openssl rand -hex 32`"
+        raise ConfigError(f"cluster key: got {len(key)} bytes, allowed are {allowed}; set {set_by}")
+    return key
 
 
 def invalid(field: str, value: object, allowed: str, *, code: str | None = None) -> RequestError:

@@ -16,5 +16,8 @@ def check_url(name: str, url: str) -> None:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:  # a port that is no number, a broken IPv6 address
         raise ConfigError(f"{name}: got {url!r} ({error}), allowed is {_WANTED}") from error
+    if parts.username is not None or parts.password is not None:  # which are not to be shown
+        where = f"{parts.scheme}://…@{parts.netloc.rpartition('@')[2]}"
+        raise ConfigError(f"{name}: got {where!r} with a user or a password, allowed is {_WANTED}")
     if not usable or parts.path.strip("/") or parts.query or parts.fragment:
         raise ConfigError(f"{name}: got {url!r}, allowed is {_WANTED}")

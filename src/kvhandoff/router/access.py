@@ -134,6 +134,10 @@ class Access:
             raise
 
     def _admit(self, request: wire.Request) -> Caller:
+        if request.method == "POST" and request.page not in CLIENTS and "Origin" in request.headers:
+            # A browser sends simple requests for any page that it shows, and says so with this header.
+            why = "Origin: got one, allowed is none: orders to a router are not taken from web pages"
+            raise RequestError(why, status=403, code="cross_origin")
         if self.file is None:
             return self._anybody
         tenants, callers = self.file.value

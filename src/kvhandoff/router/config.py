@@ -22,6 +22,8 @@ PAIR_TEST_CHOICES: tuple[PairTestChoice, ...] = get_args(PairTestChoice)
 
 RetainChoice = Literal["renewable", "fixed", "off"]
 RETAIN_CHOICES: tuple[RetainChoice, ...] = get_args(RetainChoice)
+MOST = 10**10
+"""Of any number here: in seconds three centuries, and nothing overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,5 +195,5 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{name}: got {value!r}, allowed is more than 0")
+    if not 0 < value <= MOST:
+        raise ConfigError(f"{name}: got {value!r}, allowed is more than 0, up to {MOST:.0f}")

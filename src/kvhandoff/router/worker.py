@@ -96,26 +96,26 @@ class Siblings:
             except RequestError as error:
                 if error.status != 404 or request.from_sibling:
                     raise
-                for said in await self._ask(request):
+                answers = await self._ask(request)
+                for said in answers:
                     if said is not None and said.status != 404:
                         return said.response()
+                if None in answers:
+                    raise self._unreachable(answers) from error
                 raise
 
         return self._if_any(handler, ask)
 
     def told(self, handler: wire.Handler) -> wire.Handler:
-        """`handler`, and then the same at every sibling. One that can't be told makes it an error (503), so
-        that whoever asks asks again."""
+        """`handler`, and then the same at every sibling. One that can't be told, or doesn't do it, makes it
+        an error (503), so that whoever asks asks again."""
 
         async def ask(request: wire.Request) -> wire.Response | wire.StreamResponse:
             response = await handler(request)
             if not request.from_sibling:
-                silent = [index for index, said in enumerate(await self._ask(request)) if said is None]
-                if silent:
-                    raise unavailable(
-                        f"{len(silent)} of {self._me.count} workers could not be told; try again",
-                        code="worker_unreachable",
-                    )
+                answers = [said if said and said.status < 400 else None for said in await self._ask(request)]
+                if None in answers:
+                    raise self._unreachable(answers)
             return response
 
         return self._if_any(handler, ask)
@@ -131,6 +131,10 @@ class Siblings:
             return response
 
         return self._if_any(handler, ask)
+
+    def _unreachable(self, answers: Sequence[Said | None]) -> RequestError:
+        silent = f"{list(answers).count(None)} of {self._me.count} workers"
+        return unavailable(f"{silent} can't be asked now; try again", code="worker_unreachable")
 
     async def first(self, page: str) -> bytes | None:
         """What a sibling says at one of its own pages; None: there is none that can."""

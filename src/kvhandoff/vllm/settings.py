@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import ConfigError, check_cluster_key
 from kvhandoff.engine.register import check_registration
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 from kvhandoff.transport.nixl_agent import Backend
@@ -101,11 +101,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 ) from error
         else:
             key = os.environ.get(CLUSTER_KEY_ENV, "").encode()
-        if not key:
-            raise ConfigError(
-                f"cluster key: none given; set ${CLUSTER_KEY_ENV}, or cluster_key_file in the extra config"
-            )
-        return key
+        return check_cluster_key(key, set_by=f"${CLUSTER_KEY_ENV}, or cluster_key_file in the extra config")
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,6 +82,8 @@ class Connection(asyncio.Protocol):
         """Its body is coming in."""
         self._serving: Request | None = None
         self._waiting: deque[Request] = deque()
+        self._past_upgrade = False
+        """The head that comes is of this file's making."""
         self._refusal: BadFraming | None = None
         """Of what has come in last."""
         self._task: asyncio.Task[None] | None = None
@@ -124,12 +126,11 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # It is answered as if it had not asked for another protocol; what follows may be in one.
-            self._parser = None
-            for request in (self._serving, *self._waiting):
-                if request is not None:
-                    request.keep_alive = False
+        except httptools.HttpParserUpgrade as stopped:
+            if self._refusal is not None:
+                self._refuse(self._refusal)
+            else:
+                self._ignore_upgrade(data[stopped.args[0] :])
         except httptools.HttpParserError as error:
             self._refuse(self._refusal or BadFraming(f"request: it is not HTTP/1.1 ({_why(error)})"))
         else:
@@ -138,24 +139,43 @@ class Connection(asyncio.Protocol):
             elif self._in_head and self._head_bytes > 2 * MAX_HEAD_BYTES:
                 self._refuse(BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431))
 
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """A request is answered as if it had not asked for another protocol. The parser has stopped where one
+        would begin, behind the head; another one reads the body, told how that is framed. The answer is the
+        connection's last."""
+        self._parser = parser = httptools.HttpRequestParser(self)
+        framing = b"".join(
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self._pairs
+            if name.lower() in (b"content-length", b"transfer-encoding")
+        )
+        self._past_upgrade = True
+        parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
+        self._past_upgrade = False
+        if rest and self._reading is not None:
+            self.data_received(rest)
+
     # ---- the parser's word ----
 
     def on_message_begin(self) -> None:
-        self._in_head, self._url, self._pairs = True, b"", []
+        if not self._past_upgrade:
+            self._in_head, self._url, self._pairs = True, b"", []
 
     def on_url(self, url: bytes) -> None:
+        if self._past_upgrade:
+            return
         self._url += url
         if len(self._url) > MAX_HEAD_BYTES:
             self._refusal = self._refusal or BadFraming("URL: it is too long", 414)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer: nothing in it matters
+        if self._in_head and not self._past_upgrade:  # else it is a trailer: nothing in it matters
             self._pairs.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
         parser = self._parser
-        if self._refusal is not None or parser is None:
+        if self._past_upgrade or self._refusal is not None or parser is None:
             return
         version = parser.get_http_version()
         try:
@@ -171,7 +191,7 @@ class Connection(asyncio.Protocol):
             query,
             version,
             Headers(self._pairs),
-            keep_alive=parser.should_keep_alive(),
+            keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
             limit=self._host.limit,
         )
         request.from_sibling = self._side_door
@@ -195,6 +215,8 @@ class Connection(asyncio.Protocol):
             self._reading.feed(piece)
 
     def on_message_complete(self) -> None:
+        if self._parser is not None and self._parser.should_upgrade():
+            return  # only its head is read
         self._in_head = True
         if self._reading is not None and self._refusal is None:
             self._reading.end()

@@ -247,7 +247,7 @@ async def read_body(request: Request, limit_bytes: int, read_s: float) -> bytes:
     if (request.content_length or 0) > limit_bytes:
         raise too_large(limit_bytes)
     encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":  # a small body could unpack into a huge one
+    if encoding.lower() != "identity":  # a small body could unpack into a huge one
         raise RequestError(f"Content-Encoding: got {encoding!r}, allowed is none", status=415)
     if not request.complete:
         try:

@@ -35,18 +35,22 @@ class Site:
         self._routes.add(route)
 
     async def answer(self, request: Request) -> Response | StreamResponse:
-        """Every error is an OpenAI error body, and none ends the service."""
+        """Every error is an OpenAI error body, and none ends the service: nothing is raised."""
         try:
-            return await self._answer(request)
-        except RequestError as error:
-            return error_response(error)
+            return await self._found_or_refused(request)
         except ClientGone:
             return Response(status=CLIENT_LEFT)  # nobody receives it
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             return error_response(INTERNAL_ERROR)
 
-    async def _answer(self, request: Request) -> Response | StreamResponse:
+    async def _found_or_refused(self, request: Request) -> Response | StreamResponse:
+        try:
+            return await self._found(request)
+        except RequestError as error:
+            return error_response(error)
+
+    async def _found(self, request: Request) -> Response | StreamResponse:
         try:
             found = self._routes.find(request.method, request.path)
         except RequestError:
