@@ -19,7 +19,9 @@ engine whose legs hang is theirs too: each of those takes longer to fail than a 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from kvhandoff.core.clock import Clock
 
@@ -34,8 +36,7 @@ LONGEST_PAUSE_S = 30.0
 """Each pause is twice the one before, from the first to the longest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Breaker:
+class Breaker(msgspec.Struct, frozen=True):
     """The recent outcomes of one engine's legs. Times are seconds on the router's monotonic clock."""
 
     failures: int = 0

@@ -195,6 +195,10 @@ class Fleet:
                 models[name] = min(longest, models.get(name, longest))
         return models
 
+    def decodes(self, model: str) -> bool:
+        """Whether a decode engine of the model gets legs."""
+        return any(d.obstacle is None and d.state is not None and d.state.model == model for d in self.decode)
+
     def serves_responses(self, model: str) -> bool:
         """Whether the model's decode engines have the Responses API."""
         states = (engine.state for engine in self.decode)

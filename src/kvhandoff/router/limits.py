@@ -20,9 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
@@ -45,8 +48,7 @@ class Limits:
         return Limits(*(n and max(1, n // processes) for n in (self.max_concurrency, self.tokens_per_minute)))
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """What a tenant uses."""
 
     running: int = 0

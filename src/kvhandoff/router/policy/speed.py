@@ -9,7 +9,7 @@ been measured, the nearest one that has speaks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvhandoff.router.policy.estimates import Estimate
 
@@ -19,8 +19,7 @@ BANDS = 12
 """The last has no end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(msgspec.Struct, frozen=True):
     """Seconds per token by band."""
 
     bands: tuple[Estimate, ...]
@@ -38,6 +37,8 @@ class Speed:
     def at(self, context: float) -> Estimate:
         """For a token with so many before it; over a run of tokens, take those before the middle one."""
         band = _band(context)
+        if self.bands[band].n:
+            return self.bands[band]
         measured = [index for index, estimate in enumerate(self.bands) if estimate.n]
         return self.bands[min(measured, key=lambda index: abs(index - band), default=band)]
 
