@@ -92,7 +92,9 @@ class Relay:
         status = CLIENT_LEFT
         try:
             exchange = await self._admission.admit(request, draft, timer)
-            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
+            if log.isEnabledFor(logging.DEBUG):
+                fields = draft.log_fields()
+                log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=fields)
             response, status = await self._carry(exchange)
         except RequestError as error:
             status = error.status

@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer: nothing in it matters
-            self._pairs.append((name, value))
+            self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0

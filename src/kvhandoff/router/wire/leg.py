@@ -263,7 +263,7 @@ class LegConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
-            self._pairs.append((name, value))
+            self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
