@@ -171,8 +171,7 @@ class _Model:
         returned = self._kept - own if returning else 0
         computed = self._tokens - own - returned
         computing = computed * self._token_s(engine, own + returned + computed / 2).value
-        ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
-        queue = engine.queue * ahead.value if ahead.n else 0.0
+        queue = self._queue_s(engine) if engine.queue else 0.0
         return_s = self._return_s(engine, returned) if returning else 0.0
         if path == "local":
             return Cost(queue, computing, return_s, harm=computing * max(1, engine.running))
@@ -185,6 +184,11 @@ class _Model:
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
         push_s = self._measured(self._decode, lambda costs: costs.push_s).value
         return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), push_s)
+
+    def _queue_s(self, engine: EngineView) -> float:
+        """Until it has computed what it has yet to, where it is known how fast it does."""
+        ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
+        return engine.queue * ahead.value if ahead.n else 0.0
 
     def _token_s(self, engine: EngineView, context: float) -> Estimate:
         return self._measured(engine, lambda costs: costs.compute_s.at(context))

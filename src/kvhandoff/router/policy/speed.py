@@ -23,6 +23,8 @@ class Speed(msgspec.Struct, frozen=True):
     """Seconds per token by band."""
 
     bands: tuple[Estimate, ...]
+    measured: tuple[int, ...] = ()
+    """Those that have been, in order."""
 
     @classmethod
     def same(cls, estimate: Estimate) -> Speed:
@@ -39,15 +41,15 @@ class Speed(msgspec.Struct, frozen=True):
         band = _band(context)
         if self.bands[band].n:
             return self.bands[band]
-        measured = [index for index, estimate in enumerate(self.bands) if estimate.n]
-        return self.bands[min(measured, key=lambda index: abs(index - band), default=band)]
+        return self.bands[min(self.measured, key=lambda index: abs(index - band), default=band)]
 
     def observe(self, context: float, value: float) -> Speed:
         """With one more observation; the first one of a band starts from what was thought of it."""
         band = _band(context)
         known = self.bands[band]
         start = known if known.n else Estimate(self.at(context).value, 0, known.above)
-        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]))
+        measured = self.measured if known.n else tuple(sorted((*self.measured, band)))
+        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]), measured)
 
 
 def _band(context: float) -> int:

@@ -301,12 +301,13 @@ class Connection(asyncio.Protocol):
         more = (b"Transfer-Encoding: chunked\r\n",) if self._chunked else ()
         return response_head(stream.status, stream.headers, *more, *self._connection_header(request))
 
-    def write_piece(self, head: bytes, piece: bytes) -> None:
-        """Send a piece of a stream. Raises ClientGone."""
+    def write_piece(self, head: bytes, piece: bytes, *, last: bool) -> None:
+        """Send a piece of a stream; `last`: and its end. Raises ClientGone."""
         if self._transport is None or self._transport.is_closing():
             raise ClientGone
         if self._chunked:
-            self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
+            end = _LAST_CHUNK if last else b""
+            self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(piece), piece, end))
         else:
             self._transport.write(head + piece)
 
@@ -314,7 +315,7 @@ class Connection(asyncio.Protocol):
         """Send its end. Raises ClientGone."""
         if self._transport is None or self._transport.is_closing():
             raise ClientGone
-        self._transport.write(head + (b"0\r\n\r\n" if self._chunked else b""))
+        self._transport.write(head + (_LAST_CHUNK if self._chunked else b""))
 
     def abort(self) -> None:
         """Reset the connection."""
@@ -338,6 +339,9 @@ class Connection(asyncio.Protocol):
         is then its last."""
         if self._serving is None and self._transport is not None:
             self._transport.close()
+
+
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 def _target(url: bytes) -> str:
