@@ -334,12 +334,13 @@ class Draft:
         return _ordered(seconds)
 
 
-_ORDER: dict[str, int] = {phase: position for position, phase in enumerate(Phase)}
+_PHASES: tuple[str, ...] = tuple(phase.value for phase in Phase)
 
 
 def _ordered(seconds: dict[str, float]) -> dict[str, float]:
-    order = sorted(seconds.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER)))
-    return {str(name): value for name, value in order}
+    """As requests meet them; what a newer engine calls otherwise comes last."""
+    known = {name: seconds[name] for name in _PHASES if name in seconds}
+    return known if len(known) == len(seconds) else known | {str(name): s for name, s in seconds.items()}
 
 
 def _account(seconds: dict[str, float], network: Phase, leg: LegRecord, accounted: float) -> None:

@@ -196,9 +196,10 @@ class Passage:
             self.response.write(first, last=answer.complete)
             self._on_byte()
             self._seen(first)
-            self._alarm = self._loop.call_at(self._moved + idle_s, self._look)
             answer.pour(self)
-            await self._over
+            if not self._over.done():
+                self._alarm = self._loop.call_at(self._moved + idle_s, self._look)
+                await self._over
         except ClientGone:
             self._left()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar, overload
 
 _Default = TypeVar("_Default")
@@ -51,6 +52,7 @@ class Headers(Mapping[str, str]):
         return found or (default or [])
 
 
+@lru_cache(maxsize=256)
 def _raw(name: str) -> bytes:
     return name.lower().encode("utf-8", "surrogateescape")
 
