@@ -97,14 +97,16 @@ class Circuit:
     def begin(self) -> LegOutcome:
         """A leg begins."""
         now = self._clock()
-        self._breaker = begun(self._breaker, now)
+        if self._breaker.pause:
+            self._breaker = begun(self._breaker, now)
         return LegOutcome(self, now)
 
     def succeeded(self) -> None:
         """A leg was answered."""
         if self._breaker.pause:
             log.info("%s: gets legs again", self._name)
-        self._breaker = succeeded(self._breaker)
+        if self._breaker.failures:
+            self._breaker = succeeded(self._breaker)
 
     def failed(self, began: float) -> None:
         """A leg that began then has failed."""

@@ -39,9 +39,9 @@ class Speed(msgspec.Struct, frozen=True):
     def at(self, context: float) -> Estimate:
         """For a token with so many before it; over a run of tokens, take those before the middle one."""
         band = _band(context)
-        if self.bands[band].n:
+        if self.bands[band].n or not self.measured:
             return self.bands[band]
-        return self.bands[min(self.measured, key=lambda index: abs(index - band), default=band)]
+        return self.bands[min(self.measured, key=lambda index: abs(index - band))]
 
     def observe(self, context: float, value: float) -> Speed:
         """With one more observation; the first one of a band starts from what was thought of it."""
