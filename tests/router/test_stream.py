@@ -85,6 +85,8 @@ class Loop:
 class Answer:
     """Of an engine, poured by the test."""
 
+    complete = False
+
     def __init__(self) -> None:
         self.flows: list[bool] = []
 
@@ -105,7 +107,7 @@ class Response:
     def prepare(self, request: Any) -> None:
         """It is."""
 
-    def write(self, piece: bytes) -> None:
+    def write(self, piece: bytes, *, last: bool = False) -> None:
         self.written += piece
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.wire import Headers, Request
+from kvhandoff.router.wire import Headers, Request, StreamResponse, post
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
 from kvhandoff.router.wire.server import Server
@@ -354,6 +354,28 @@ async def test_a_client_that_leaves_ends_its_handler() -> None:
     assert echo.stream is not None
     with pytest.raises(ClientGone):
         echo.stream.write(b"x")
+
+
+@pytest.mark.parametrize(
+    ("version", "sent", "end"),
+    [("1.1", b"\r\n\r\n2\r\nab\r\n0\r\n\r\n", ""), ("1.0", b"\r\n\r\nab", "close")],
+)
+async def test_a_piece_and_the_end_in_one(version: str, sent: bytes, end: str) -> None:
+    echo, writes = Echo(), []
+
+    async def short(request: Request) -> StreamResponse:
+        stream = StreamResponse({})
+        stream.prepare(request)
+        before = len(wire.written)
+        stream.write(b"ab", last=True)
+        writes.append(bytes(wire.written[before:]))
+        return stream
+
+    echo.site.add(post("/short", short))
+    wire = Wire(Connection(echo.server))
+    await wire.feed([f"POST /short HTTP/{version}\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode()])
+    assert wire.written.endswith(sent)
+    assert (writes, wire.end) == ([bytes(wire.written)], end)
 
 
 async def test_flow() -> None:

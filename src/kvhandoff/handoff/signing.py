@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 
 
 class BadSignature(ValueError):
@@ -36,7 +36,8 @@ class Signer:
         return payload
 
     def _mac(self, payload: bytes) -> bytes:
-        return hmac.digest(self._key, payload, sha256)
+        """BLAKE2b with a key is a MAC by itself (RFC 7693), at a third of HMAC's time."""
+        return blake2b(payload, digest_size=32, key=self._key).digest()
 
 
 def _text(raw: bytes) -> str:

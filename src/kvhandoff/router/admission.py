@@ -25,6 +25,7 @@ from kvhandoff.router.policy import (
     PATH_HEADER,
     RETURN_HEADER,
     History,
+    RequestSummary,
     choose_return,
     requested_path,
     requested_return,
@@ -66,7 +67,7 @@ class Admission:
         if draft.endpoint is Endpoint.RESPONSES:
             check_stateless(fields)
         summary = summarize(fields, draft.endpoint)
-        longest = self._check_model(fields, draft.endpoint, caller)
+        longest = self._check_model(fields, summary, caller)
         draft.model = summary.model
         if draft.charge.counts_tokens:
             await draft.charge.reserve(token_bound(fields, summary, longest))
@@ -144,14 +145,15 @@ class Admission:
         known = None if accounted else self._prefixes.tokens(history.key)
         return history.n_tokens if known is None else min(known, history.n_tokens)
 
-    def _check_model(self, fields: Fields, endpoint: Endpoint, caller: Caller) -> int:
+    def _check_model(self, fields: Fields, summary: RequestSummary, caller: Caller) -> int:
         """The model's context in tokens."""
-        if not self._fleet.models():
+        models, endpoint = self._fleet.models(), summary.endpoint
+        if not models:
             raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
-        served = caller.models(self._fleet.models())
-        model = read_model(fields, ", ".join(sorted(served)))
-        caller.check_model(model)
+        served, model = caller.models(models), summary.model
         if model not in served:
+            model = read_model(fields, ", ".join(sorted(served)))
+            caller.check_model(model)
             raise unknown_model(model, served)
         if endpoint is Endpoint.RESPONSES and not self._fleet.serves_responses(model):
             why = f"{endpoint.path}: the engines of {model!r} don't serve it; {Endpoint.CHAT.path} they do"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+from kvhandoff.router.deadline import Deadline
 
 
 class _Listening:
     __slots__ = ("_wait", "_waits")
 
-    def __init__(self, waits: set[asyncio.Timeout], wait: asyncio.Timeout) -> None:
+    def __init__(self, waits: set[Deadline], wait: Deadline) -> None:
         self._waits = waits
         self._wait = wait
 
@@ -23,15 +23,13 @@ class Alarm:
     """The waits for one engine. Used on the event loop's thread only."""
 
     def __init__(self) -> None:
-        self._waits: set[asyncio.Timeout] = set()
+        self._waits: set[Deadline] = set()
 
-    def ends(self, wait: asyncio.Timeout) -> _Listening:
-        """While the context lasts, `ring` makes `wait`, which has been entered, expire at once."""
+    def ends(self, wait: Deadline) -> _Listening:
+        """While the context lasts, `ring` makes `wait` expire at once."""
         return _Listening(self._waits, wait)
 
     def ring(self) -> None:
         """The engine doesn't answer any more."""
-        now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            if not wait.expired():
-                wait.reschedule(now)
+            wait.move(0)

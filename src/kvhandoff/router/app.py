@@ -150,7 +150,7 @@ class Front:
         return await self._answer(request, Endpoint.RESPONSES)
 
     async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        with self._metrics.in_flight.track_inprogress():
+        with self._metrics.in_flight:
             return await self._relay.answer(request, endpoint)
 
     async def models(self, request: wire.Request) -> wire.Response:

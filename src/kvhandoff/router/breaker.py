@@ -19,7 +19,9 @@ engine whose legs hang is theirs too: each of those takes longer to fail than a 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from kvhandoff.core.clock import Clock
 
@@ -34,8 +36,7 @@ LONGEST_PAUSE_S = 30.0
 """Each pause is twice the one before, from the first to the longest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Breaker:
+class Breaker(msgspec.Struct, frozen=True):
     """The recent outcomes of one engine's legs. Times are seconds on the router's monotonic clock."""
 
     failures: int = 0
@@ -96,14 +97,16 @@ class Circuit:
     def begin(self) -> LegOutcome:
         """A leg begins."""
         now = self._clock()
-        self._breaker = begun(self._breaker, now)
+        if self._breaker.pause:
+            self._breaker = begun(self._breaker, now)
         return LegOutcome(self, now)
 
     def succeeded(self) -> None:
         """A leg was answered."""
         if self._breaker.pause:
             log.info("%s: gets legs again", self._name)
-        self._breaker = succeeded(self._breaker)
+        if self._breaker.failures:
+            self._breaker = succeeded(self._breaker)
 
     def failed(self, began: float) -> None:
         """A leg that began then has failed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -25,6 +24,7 @@ from kvhandoff.router.answers import (
 )
 from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
+from kvhandoff.router.deadline import Deadline
 from kvhandoff.router.dialect import dialect_of
 from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
@@ -86,10 +86,9 @@ class Dispatcher:
         engine = source.engine
         with _Outcome(engine), x.draft.traced("prefill", source.ref, engine.url) as context:
             try:
-                async with asyncio.timeout(self._timeouts.prefill_s) as wait:
-                    with engine.silence.ends(wait):
-                        async with self._post(x, engine, body, context) as upstream:
-                            answer = await whole(upstream)
+                with Deadline(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
+                    async with self._post(x, engine, body, context) as upstream:
+                        answer = await whole(upstream)
             except OSError as error:
                 raise network_failure(engine, error) from error
             if answer.status != 200:
@@ -115,7 +114,7 @@ class Dispatcher:
         ):
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
-                async with asyncio.timeout(limit + pushed * self._timeouts.prefill_s) as deadline:
+                with Deadline(limit + pushed * self._timeouts.prefill_s) as deadline:
                     x.bound = Bound(engine, deadline, limit)
                     async with self._post(x, engine, body, context) as upstream:
                         if upstream.status != 200:
@@ -129,7 +128,7 @@ class Dispatcher:
                             raise wire.BrokenOff("its stream has ended before the first byte")
                         leg.succeeded()
                         x.settle()
-                        deadline.reschedule(None)  # from here on, the passage has its own
+                        deadline.lift()  # from here on, the passage has its own
                         passage = _passage(x, engine, upstream)
                         await passage.carry(first, upstream, self._timeouts.idle_s)
             except OSError as error:

@@ -61,6 +61,8 @@ class Engine:
         self.role = role
         self.state: EngineState | None = None
         """The last report; kept while the engine is unhealthy."""
+        self.identity: Identity | None = None
+        """The life that reported last."""
         self.problem: str | None = "no state report yet"
         """Why it gets no legs; None when it is healthy."""
         self.circuit = Circuit(f"{role} engine at {address.url}", clock)
@@ -130,13 +132,6 @@ class Engine:
     def integration(self) -> Integration:
         """What kind of engine it is, by its last report."""
         return self.state.integration if self.state is not None else "embedded"
-
-    @property
-    def identity(self) -> Identity | None:
-        """The life that reported last."""
-        if self.state is None:
-            return None
-        return Identity(EngineId(self.state.engine_id), Epoch(self.state.epoch))
 
     def __str__(self) -> str:
         return f"{self.role} engine {self.state.engine_id if self.state else '?'} at {self.url}"
@@ -316,6 +311,7 @@ class Engine:
             self._refused = None
         came_up = new_life or not self.healthy
         self.state = state
+        self.identity = Identity(EngineId(state.engine_id), Epoch(state.epoch))
         self._reported_at = arrived
         self._missed = 0
         if state.role not in (self.role, "both"):

@@ -141,11 +141,10 @@ class Fleet:
 
     def view(self) -> FleetView:
         """What the policies see, without prefill engines that are known to hand over to nobody."""
-        return FleetView(
-            [p.view() for p in self.prefill if self._has_partner(p)],
-            [d.view() for d in self.decode],
-            self._tokens_per_byte.value,
-        )
+        prefill = self.prefill
+        if not self.pairs.all_hand_over:
+            prefill = [p for p in prefill if self._has_partner(p)]
+        return self._view(prefill, self.decode)
 
     def partners(self, of: Engine | None) -> FleetView:
         """The same for a handoff: without the engines that are known not to hand over with `of`, or with
@@ -159,11 +158,12 @@ class Fleet:
         else:
             prefill = [p for p in self.prefill if hands_over(p, of)]
             decode = [d for d in self.decode if hands_over(of, d)]
+        return self._view(prefill, decode)
+
+    def _view(self, prefill: Iterable[Engine], decode: Iterable[Engine]) -> FleetView:
         return FleetView([p.view() for p in prefill], [d.view() for d in decode], self._tokens_per_byte.value)
 
     def _has_partner(self, p: Engine) -> bool:
-        if self.pairs.all_hand_over:
-            return True
         usable = [d for d in self.decode if d.obstacle is None]
         return not usable or any(self.pairs.hands_over(p, d) for d in usable)
 
@@ -194,6 +194,10 @@ class Fleet:
                 name, longest = engine.state.model, engine.state.max_model_len
                 models[name] = min(longest, models.get(name, longest))
         return models
+
+    def decodes(self, model: str) -> bool:
+        """Whether a decode engine of the model gets legs."""
+        return any(d.obstacle is None and d.state is not None and d.state.model == model for d in self.decode)
 
     def serves_responses(self, model: str) -> bool:
         """Whether the model's decode engines have the Responses API."""

@@ -199,8 +199,7 @@ def leg_body(fields: Fields, kv_transfer_params: msgspec.Struct | None) -> bytes
     """The JSON to send."""
     if kv_transfer_params is None:
         return msgspec.json.encode(fields)
-    params = msgspec.Raw(msgspec.json.encode(kv_transfer_params))
-    return msgspec.json.encode({**fields, "kv_transfer_params": params})
+    return msgspec.json.encode({**fields, "kv_transfer_params": kv_transfer_params})
 
 
 def leg_headers(client: Mapping[str, str], handoff_id: str) -> dict[str, str]:

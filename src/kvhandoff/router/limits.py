@@ -19,10 +19,12 @@ over time nobody gets more than the rate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
@@ -45,8 +47,7 @@ class Limits:
         return Limits(*(n and max(1, n // processes) for n in (self.max_concurrency, self.tokens_per_minute)))
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """What a tenant uses."""
 
     running: int = 0
@@ -161,15 +162,16 @@ class Meter:
             raise self._too_many(usage)
         self.usage = usage
         limit = self.limits.max_concurrency
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            if self._shared is not None and limit is not None:
+        if self._shared is not None and limit is not None:
+            try:
                 verdict = await self._shared.begin(self.name, usage.running, limit)
                 if isinstance(verdict, Excess):
                     raise self._too_many(verdict)
-                if verdict is not None:
-                    on_reason(verdict)
-            undo.pop_all()
+            except BaseException:
+                self.close()
+                raise
+            if verdict is not None:
+                on_reason(verdict)
         return Charge(self, on_reason)
 
     def reserve(self, bound: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router.engine import Role
+from kvhandoff.router.histograms import Histograms
 from kvhandoff.router.pairs import PairReport
 from kvhandoff.router.records import Draft, RequestRecord
 
@@ -43,12 +44,27 @@ class _Children(dict[tuple[str, ...], _Child]):
         return child
 
 
+class InFlight:
+    """Counts the requests under way, each while its context lasts."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __enter__(self) -> None:
+        self.now += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.now -= 1
+
+
 class RouterMetrics:
     """One router's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.in_flight = Gauge("kvhandoff_router_in_flight", "Requests under way.", registry=self._registry)
+        self.in_flight = InFlight()
+        in_flight = Gauge("kvhandoff_router_in_flight", "Requests under way.", registry=self._registry)
+        in_flight.set_function(lambda: self.in_flight.now)
         self._requests = Counter(
             "kvhandoff_router_requests",
             "Requests that ended, by path ('none': refused before a path was chosen) and HTTP status "
@@ -102,19 +118,19 @@ class RouterMetrics:
             ["part"],
             registry=self._registry,
         )
-        self._ttft = Histogram(
+        self._ttft = Histograms(
             "kvhandoff_router_ttft_seconds",
             "From a request's arrival to its first content.",
-            ["path"],
-            buckets=_SECONDS,
-            registry=self._registry,
+            "path",
+            _SECONDS,
+            self._registry,
         )
-        self._phases = Histogram(
+        self._phases = Histograms(
             "kvhandoff_router_phase_seconds",
             "The parts of the time to the first content.",
-            ["phase"],
-            buckets=_SECONDS,
-            registry=self._registry,
+            "phase",
+            _SECONDS,
+            self._registry,
         )
         self._healthy = Gauge(
             "kvhandoff_router_engine_healthy",
@@ -151,8 +167,6 @@ class RouterMetrics:
         self._request_of = _Children(self._requests.labels)
         self._lookup_of = _Children(self._lookups.labels)
         self._bytes_of = _Children(self._bytes.labels)
-        self._ttft_of = _Children(self._ttft.labels)
-        self._phase_of = _Children(self._phases.labels)
 
     def count_reason(self, reason: Reason) -> None:
         """One request met this reason."""
@@ -173,9 +187,9 @@ class RouterMetrics:
     def observe(self, record: RequestRecord) -> None:
         """One record is complete."""
         if record.ttft_s is not None and record.path is not None:
-            self._ttft_of[record.path,].observe(record.ttft_s)
+            self._ttft.observe(record.path, record.ttft_s)
             for phase, seconds in record.phases.items():
-                self._phase_of[phase,].observe(seconds)
+                self._phases.observe(phase, seconds)
         if record.reused_tokens.returned:
             self._returned.inc(record.reused_tokens.returned)
         if record.rebound:

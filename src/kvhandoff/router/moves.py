@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvhandoff.core.ids import HandoffKey, Identity
+from kvhandoff.router.deadline import Deadline
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.policy import Path
 
@@ -31,19 +32,18 @@ class Bound:
     """A decode leg that has shown nothing yet."""
 
     engine: Engine
-    deadline: asyncio.Timeout
+    deadline: Deadline
     """Of its first byte."""
     limit_s: float
     """How long that may take once nothing is to come of a prefill leg."""
 
     def alone(self) -> None:
         """The prefill leg has ended, so that from now on only this engine is waited for."""
-        if not self.deadline.expired():
-            self.deadline.reschedule(asyncio.get_running_loop().time() + self.limit_s)
+        self.deadline.move(self.limit_s)
 
     def cut_short(self) -> None:
         """End the leg now; its connection is closed."""
-        self.deadline.reschedule(asyncio.get_running_loop().time())
+        self.deadline.move(0)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -78,8 +79,7 @@ def names_of(
     `tenant`: who has been authenticated, "" where nobody is. `key`: `key_of_names` where names leave the
     process. Nothing is raised: what can't be read gives no name.
     """
-    belongs = msgspec.json.encode((tenant, summary.cache_salt, summary.model))
-    root = blake2b(belongs, digest_size=16, key=key).digest()
+    root = _root(tenant, summary.cache_salt, summary.model, key)
     name = given_name(fields, headers)
     explicit = None if name is None else _digest(b"named", root, name)
     return Names(explicit, _fingerprints(root, fields, summary.endpoint))
@@ -92,6 +92,13 @@ def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
     given.append(read_text(fields, "prompt_cache_key"))
     # A header's bytes that are no UTF-8 stand in its text as lone surrogates.
     return next((name.encode(errors="surrogatepass") for name in given if name), None)
+
+
+@lru_cache(maxsize=1024)
+def _root(tenant: str, cache_salt: str, model: str, key: bytes) -> bytes:
+    """What all names of a tenant's conversations with a model begin from."""
+    belongs = msgspec.json.encode((tenant, cache_salt, model))
+    return blake2b(belongs, digest_size=16, key=key).digest()
 
 
 def _fingerprints(root: bytes, fields: Fields, endpoint: Endpoint) -> tuple[bytes, ...]:

@@ -183,7 +183,8 @@ class Draft:
         self.told = False
         """It has settled, and whoever wants to know does."""
         self._on_reason = on_reason
-        self._legs: dict[tuple[HandoffKey, str], LegRecord] = {}
+        self._legs: dict[tuple[int, str], LegRecord] = {}
+        """By attempt and engine."""
 
     def headers(self) -> dict[str, str]:
         """What every response carries, errors too: under this id the record is found."""
@@ -214,7 +215,7 @@ class Draft:
 
     def add_leg(self, leg: LegRecord) -> None:
         """An engine's account; a repeated one changes nothing."""
-        name = (HandoffKey(HandoffId(leg.handoff_id), leg.attempt), leg.engine_id)
+        name = (leg.attempt, leg.engine_id)
         if name not in self._legs:
             self._legs[name] = leg
             for reason in leg.reasons:
@@ -299,8 +300,10 @@ class Draft:
         )
 
     def _leg(self, ref: LegRef | None) -> LegRecord | None:
-        leg = self._legs.get((ref.key, ref.engine.engine_id)) if ref else None
-        return leg if leg and ref and leg.epoch == ref.engine.epoch else None
+        if ref is None:
+            return None
+        leg = self._legs.get((ref.key.attempt, ref.engine.engine_id))
+        return leg if leg is not None and leg.epoch == ref.engine.epoch else None
 
     def _phases(
         self, prefill: LegRecord | None, decode: LegRecord | None
@@ -331,12 +334,13 @@ class Draft:
         return _ordered(seconds)
 
 
-_ORDER: dict[str, int] = {phase: position for position, phase in enumerate(Phase)}
+_PHASES: tuple[str, ...] = tuple(phase.value for phase in Phase)
 
 
 def _ordered(seconds: dict[str, float]) -> dict[str, float]:
-    order = sorted(seconds.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER)))
-    return {str(name): value for name, value in order}
+    """As requests meet them; what a newer engine calls otherwise comes last."""
+    known = {name: seconds[name] for name in _PHASES if name in seconds}
+    return known if len(known) == len(seconds) else known | {str(name): s for name, s in seconds.items()}
 
 
 def _account(seconds: dict[str, float], network: Phase, leg: LegRecord, accounted: float) -> None:

@@ -92,7 +92,9 @@ class Relay:
         status = CLIENT_LEFT
         try:
             exchange = await self._admission.admit(request, draft, timer)
-            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
+            if log.isEnabledFor(logging.DEBUG):
+                fields = draft.log_fields()
+                log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=fields)
             response, status = await self._carry(exchange)
         except RequestError as error:
             status = error.status
@@ -130,13 +132,14 @@ class Relay:
                 await self._give_up(x, again=lost, dispatched=True, moved=True)
 
     async def _attempt(self, x: Exchange) -> Outcome:
-        target = await self._bind(x)  # no prompt is computed for a fleet that can't decode
+        late, early = x.path == "pull" and x.source is None, None
+        if not late or not self._fleet.decodes(x.summary.model):
+            early = await self._bind(x)  # no prompt is computed for a fleet that can't decode
         if x.path != "local" and x.source is None:
-            refused = await self._begin_prefill(x, target)
+            refused = await self._begin_prefill(x, early if x.path == "push" else None)
             if refused is not None:
                 return refused
-            if x.path == "pull":
-                target = await self._bind(x)
+        target = await self._bind(x) if late or early is None else early
         if x.path == "push" and x.source is not None and x.source.prefilled is not None:
             x.draft.path = "pull"  # the offer was made for another decode engine; this one reads it
         if x.left is not None and x.left is not target:
@@ -148,9 +151,10 @@ class Relay:
         x.target = target
         return await self._dispatcher.decode(x, target)
 
-    async def _begin_prefill(self, x: Exchange, target: Engine) -> Outcome | None:
-        """Send the prefill leg, and wait for it if it is pulled from. Its 4xx is the answer to a pull."""
-        choice = self._choose_prefill(x, target if x.path == "push" else None)
+    async def _begin_prefill(self, x: Exchange, target: Engine | None) -> Outcome | None:
+        """Send the prefill leg; without a `target` to push to, wait for it. Its 4xx is the answer to a
+        pull."""
+        choice = self._choose_prefill(x, target)
         if isinstance(choice, Reason):
             reason = Reason.PREFILL_FAILED if Reason.PREFILL_FAILED in x.draft.reasons else choice
             self._go_local(x, reason, f"no prefill engine for {x.summary.model!r} is left")
@@ -159,7 +163,7 @@ class Relay:
         x.draft.prefill = x.leg_at(engine)
         source = Source(engine, x.draft.prefill, self._fleet.spawn, self._config.timeouts.linger_s)
         x.source = source
-        if x.path == "push":
+        if target is not None:
             body = self._dispatcher.prefill_body(x, source, target)
             source.run(self._prefill_beside(x, source, body), x.to_prefill(engine))
             return None

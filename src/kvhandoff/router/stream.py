@@ -193,12 +193,13 @@ class Passage:
         try:
             self.response.on_flow = self._flow
             self.response.prepare(self._request)
-            self.response.write(first)
+            self.response.write(first, last=answer.complete)
             self._on_byte()
             self._seen(first)
-            self._alarm = self._loop.call_at(self._moved + idle_s, self._look)
             answer.pour(self)
-            await self._over
+            if not self._over.done():
+                self._alarm = self._loop.call_at(self._moved + idle_s, self._look)
+                await self._over
         except ClientGone:
             self._left()
         finally:
@@ -221,7 +222,8 @@ class Passage:
             elif self.status != 200:
                 self.response.cut()
                 return self.response
-            self.response.write_eof()
+            if not self.response.ended:
+                self.response.write_eof()
             if self.response.full:
                 async with asyncio.timeout(idle_s):
                     await self.response.drained()

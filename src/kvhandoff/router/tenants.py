@@ -147,9 +147,10 @@ def salted(fields: Fields, tenant: Tenant) -> Fields:
     what comes out tells nothing of the tenant's salt. Both legs get the body's, and it is what tickets and
     the names of conversations are made from. Raises RequestError for a `cache_salt` that is no text.
     """
-    given = fields.get("cache_salt", msgspec.Raw(b"null"))
+    own = None
     try:
-        own = msgspec.json.decode(given, type=str | None)
+        if "cache_salt" in fields:
+            own = msgspec.json.decode(fields["cache_salt"], type=str | None)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError("cache_salt: allowed is a text", param="cache_salt") from error
     salt = _salt(tenant.name, tenant.salt, own) if own else _usual_salt(tenant.name, tenant.salt)

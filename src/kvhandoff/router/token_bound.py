@@ -30,8 +30,10 @@ def token_bound(fields: Fields, summary: RequestSummary, context: int) -> int:
 
 def _count(fields: Fields, name: str) -> int | None:
     """A number above 0; None for anything else, which the engine refuses, or takes for none."""
+    if name not in fields:
+        return None
     try:
-        value = msgspec.json.decode(fields.get(name, b"null"), type=int | None)
+        value = msgspec.json.decode(fields[name], type=int | None)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return value if value and value > 0 else None

@@ -86,7 +86,7 @@ class UpstreamFront:
         return await self._answer(request, Endpoint.COMPLETIONS)
 
     async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        with self._metrics.in_flight.track_inprogress():
+        with self._metrics.in_flight:
             return await self._relay.answer(request, endpoint)
 
     async def models(self, request: wire.Request) -> wire.Response:

@@ -21,6 +21,7 @@ from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
+from kvhandoff.router.deadline import Deadline
 from kvhandoff.router.dispatch import EVENT_STREAM
 from kvhandoff.router.engine import describe, refuses_connection
 from kvhandoff.router.legs import leg_headers
@@ -109,11 +110,14 @@ class UpstreamLegs:
         job.draft.prefill = job.leg_at(source)
         body = prefill_body(job.fields, params)
         try:
-            with source.reserve(), job.draft.traced("prefill", job.draft.prefill, source.url) as context:
-                async with asyncio.timeout(self._timeouts.prefill_s) as wait:
-                    with source.silence.ends(wait):
-                        async with self._post(job, source, body, context) as answer:
-                            return _accepted(source, await whole(answer))
+            with (
+                source.reserve(),
+                job.draft.traced("prefill", job.draft.prefill, source.url) as context,
+                Deadline(self._timeouts.prefill_s) as wait,
+                source.silence.ends(wait),
+            ):
+                async with self._post(job, source, body, context) as answer:
+                    return _accepted(source, await whole(answer))
         except OSError as error:
             raise _failure(source, error) from error
 
@@ -148,23 +152,26 @@ class UpstreamLegs:
         limit = self._timeouts.first_byte_s if job.summary.stream else self._timeouts.answer_s
         try:
             name = "local" if job.draft.path == "local" else "decode"
-            with target.reserve(), job.draft.traced(name, job.draft.decode, target.url) as context:
-                async with asyncio.timeout(limit) as deadline:
-                    watch = _Watch(beside, deadline)
-                    async with self._post(job, target, body, context) as answer:
-                        if answer.status != 200:
-                            watch.stop()
-                            _accepted(target, await whole(answer))  # raises
-                        if answer.content_type != EVENT_STREAM:
-                            return await self._answer(job, target, answer, asked, watch)
-                        first = await answer.readany()
-                        if not first:
-                            raise wire.BrokenOff("its stream has ended before the first byte")
+            with (
+                target.reserve(),
+                job.draft.traced(name, job.draft.decode, target.url) as context,
+                Deadline(limit) as deadline,
+            ):
+                watch = _Watch(beside, deadline)
+                async with self._post(job, target, body, context) as answer:
+                    if answer.status != 200:
                         watch.stop()
-                        leg.succeeded()
-                        deadline.reschedule(None)  # from here on, the passage has its own
-                        passage = _passage(job, target, answer, self._clock)
-                        await passage.carry(first, answer, self._timeouts.idle_s)
+                        _accepted(target, await whole(answer))  # raises
+                    if answer.content_type != EVENT_STREAM:
+                        return await self._answer(job, target, answer, asked, watch)
+                    first = await answer.readany()
+                    if not first:
+                        raise wire.BrokenOff("its stream has ended before the first byte")
+                    watch.stop()
+                    leg.succeeded()
+                    deadline.lift()  # from here on, the passage has its own
+                    passage = _passage(job, target, answer, self._clock)
+                    await passage.carry(first, answer, self._timeouts.idle_s)
         except OSError as error:
             if beside is not None and (other := _error_of(beside)) is not None:
                 raise other from error
@@ -228,7 +235,7 @@ def _outcome(engine: UpstreamEngine) -> Iterator[LegOutcome]:
 class _Watch:
     """Ends a wait when another leg fails."""
 
-    def __init__(self, beside: asyncio.Task[Answer] | None, deadline: asyncio.Timeout) -> None:
+    def __init__(self, beside: asyncio.Task[Answer] | None, deadline: Deadline) -> None:
         self._beside = beside
         self._deadline = deadline
         if beside is not None:
@@ -241,7 +248,7 @@ class _Watch:
 
     def _cut(self, beside: asyncio.Task[Answer]) -> None:
         if _error_of(beside) is not None:
-            self._deadline.reschedule(asyncio.get_running_loop().time())
+            self._deadline.move(0)
 
 
 def _error_of(beside: asyncio.Task[Answer]) -> BaseException | None:

@@ -10,7 +10,8 @@ what each takes to post is in the measured seconds per byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.records import LegRecord
@@ -25,8 +26,7 @@ template than of its text."""
 _PRIOR_SPEED = Speed.same(Estimate(1 / 2000))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCosts:
+class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's. Seconds, tokens and bytes."""
 
     compute_s: Speed = _PRIOR_SPEED

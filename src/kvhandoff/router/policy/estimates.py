@@ -16,7 +16,8 @@ to be known. Three things make it usable on engines that are never measured alon
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 ALPHA = 0.1
 PRIOR_WEIGHT = 1
@@ -26,8 +27,7 @@ ABOVE = 0.25
 _FLOOR = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """`value`, from `n` observations; of none, it is the prior."""
 
     value: float

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -170,23 +171,24 @@ class _Model:
         returned = self._kept - own if returning else 0
         computed = self._tokens - own - returned
         computing = computed * self._token_s(engine, own + returned + computed / 2).value
-        ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
-        cost = Cost(
-            queue=engine.queue * ahead.value if ahead.n else 0.0,
-            compute=computing,
-            returning=self._return_s(engine, returned) if returning else 0.0,
-        )
+        queue = self._queue_s(engine) if engine.queue else 0.0
+        return_s = self._return_s(engine, returned) if returning else 0.0
         if path == "local":
-            return cost._replace(harm=computing * max(1, engine.running))
+            return Cost(queue, computing, return_s, harm=computing * max(1, engine.running))
         moved = self._tokens - self._at_decode
-        pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
+        wire_s = self._wire_s(self._decode, moved)
         if path == "pull":
             leg_s = self._measured(engine, lambda costs: costs.leg_s).value
-            return cost._replace(wire=self._wire_s(self._decode, moved), coordination=leg_s + pull_s)
+            pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
+            return Cost(queue, computing, return_s, wire_s, leg_s + pull_s)
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
-        unhidden_s = self._wire_s(self._decode, moved) - computing
         push_s = self._measured(self._decode, lambda costs: costs.push_s).value
-        return cost._replace(wire=max(tail_s, unhidden_s), coordination=push_s)
+        return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), push_s)
+
+    def _queue_s(self, engine: EngineView) -> float:
+        """Until it has computed what it has yet to, where it is known how fast it does."""
+        ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
+        return engine.queue * ahead.value if ahead.n else 0.0
 
     def _token_s(self, engine: EngineView, context: float) -> Estimate:
         return self._measured(engine, lambda costs: costs.compute_s.at(context))
@@ -203,10 +205,13 @@ class _Model:
         own = quantity(engine.costs)
         if own.n:
             return own
-        alike = [
-            quantity(other.costs)
-            for engines in (self._fleet.prefill, self._fleet.decode)
-            for other in usable(engines, engine.model)
-        ]
+        alike = map(quantity, self._alike)
         known = [math.log(estimate.value) for estimate in alike if estimate.n]
         return Estimate(math.exp(sum(known) / len(known)), len(known)) if known else own
+
+    @cached_property
+    def _alike(self) -> list[EngineCosts]:
+        """Of the engines of its model."""
+        model = self._decode.model
+        engines = usable(self._fleet.prefill, model) + usable(self._fleet.decode, model)
+        return [engine.costs for engine in engines]

@@ -9,7 +9,7 @@ been measured, the nearest one that has speaks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvhandoff.router.policy.estimates import Estimate
 
@@ -19,11 +19,12 @@ BANDS = 12
 """The last has no end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(msgspec.Struct, frozen=True):
     """Seconds per token by band."""
 
     bands: tuple[Estimate, ...]
+    measured: tuple[int, ...] = ()
+    """Those that have been, in order."""
 
     @classmethod
     def same(cls, estimate: Estimate) -> Speed:
@@ -38,15 +39,17 @@ class Speed:
     def at(self, context: float) -> Estimate:
         """For a token with so many before it; over a run of tokens, take those before the middle one."""
         band = _band(context)
-        measured = [index for index, estimate in enumerate(self.bands) if estimate.n]
-        return self.bands[min(measured, key=lambda index: abs(index - band), default=band)]
+        if self.bands[band].n or not self.measured:
+            return self.bands[band]
+        return self.bands[min(self.measured, key=lambda index: abs(index - band))]
 
     def observe(self, context: float, value: float) -> Speed:
         """With one more observation; the first one of a band starts from what was thought of it."""
         band = _band(context)
         known = self.bands[band]
         start = known if known.n else Estimate(self.at(context).value, 0, known.above)
-        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]))
+        measured = self.measured if known.n else tuple(sorted((*self.measured, band)))
+        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]), measured)
 
 
 def _band(context: float) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy.costs import UNMEASURED, EngineCosts
@@ -13,8 +14,7 @@ TYPICAL_TOKENS = 512
 """A request of which nothing else is known is taken for one of so many tokens: one prefill chunk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, as a policy sees it."""
 
     url: str
@@ -38,8 +38,7 @@ class EngineView:
     """What it takes for its parts of a request, as far as it has been measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
+class FleetView(msgspec.Struct, frozen=True):
     """The engines by role."""
 
     prefill: Sequence[EngineView]
@@ -48,8 +47,7 @@ class FleetView:
     """How many tokens a byte of a prompt's text has been; 1 until measured: no text has more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSummary:
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of a request."""
 
     model: str

@@ -71,19 +71,20 @@ class Client:
 
     async def take(self, place: _Place) -> LegConnection:
         """An open connection. Raises NotConnected."""
-        idle, connection = self._idle[place], None
-        fresh = asyncio.get_running_loop().time() - KEEP_IDLE_S
-        while idle and connection is None:
-            candidate = idle.pop()
-            candidate.on_lost(None)
-            if candidate.usable and candidate.idle_since > fresh:
-                connection = candidate
-            else:
-                candidate.drop()
-        if connection is None:
-            connection = await self._connect(place)
+        connection = self._kept(place) or await self._connect(place)
         self._busy.add(connection)
         return connection
+
+    def _kept(self, place: _Place) -> LegConnection | None:
+        """One that was used before; those that have ended since, or are about to, go."""
+        idle = self._idle[place]
+        fresh = asyncio.get_running_loop().time() - KEEP_IDLE_S
+        while idle:
+            connection = idle.pop()
+            if connection.usable and connection.idle_since > fresh:
+                return connection
+            connection.drop()
+        return None
 
     def give_back(self, place: _Place, connection: LegConnection) -> None:
         """It is not needed any more."""
@@ -92,9 +93,7 @@ class Client:
             connection.drop()
             return
         connection.rest()
-        idle = self._idle[place]
-        idle.append(connection)
-        connection.on_lost(lambda lost: idle.remove(lost) if lost in idle else None)
+        self._idle[place].append(connection)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(KEEP_IDLE_S, self._sweep_idle)
 

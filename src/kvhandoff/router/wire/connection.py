@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
         framing = b"".join(
             b"%b: %b\r\n" % (name, value)
             for name, value in self._pairs
-            if name.lower() in (b"content-length", b"transfer-encoding")
+            if name in (b"content-length", b"transfer-encoding")
         )
         self._past_upgrade = True
         parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head and not self._past_upgrade:  # else it is a trailer: nothing in it matters
-            self._pairs.append((name, value))
+            self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
@@ -323,12 +323,13 @@ class Connection(asyncio.Protocol):
         more = (b"Transfer-Encoding: chunked\r\n",) if self._chunked else ()
         return response_head(stream.status, stream.headers, *more, *self._connection_header(request))
 
-    def write_piece(self, head: bytes, piece: bytes) -> None:
-        """Send a piece of a stream. Raises ClientGone."""
+    def write_piece(self, head: bytes, piece: bytes, *, last: bool) -> None:
+        """Send a piece of a stream; `last`: and its end. Raises ClientGone."""
         if self._transport is None or self._transport.is_closing():
             raise ClientGone
         if self._chunked:
-            self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
+            end = _LAST_CHUNK if last else b""
+            self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(piece), piece, end))
         else:
             self._transport.write(head + piece)
 
@@ -336,7 +337,7 @@ class Connection(asyncio.Protocol):
         """Send its end. Raises ClientGone."""
         if self._transport is None or self._transport.is_closing():
             raise ClientGone
-        self._transport.write(head + (b"0\r\n\r\n" if self._chunked else b""))
+        self._transport.write(head + (_LAST_CHUNK if self._chunked else b""))
 
     def abort(self) -> None:
         """Reset the connection."""
@@ -360,6 +361,9 @@ class Connection(asyncio.Protocol):
         is then its last."""
         if self._serving is None and self._transport is not None:
             self._transport.close()
+
+
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 def _target(url: bytes) -> str:

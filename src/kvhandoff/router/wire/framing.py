@@ -21,6 +21,7 @@ MAX_PIPELINED = 64
 """Requests of one connection that wait for the answers to those before them."""
 
 Pairs = list[tuple[bytes, bytes]]
+"""A head's names, in lower case, and values."""
 
 
 class BadFraming(Exception):
@@ -68,15 +69,14 @@ def _look(pairs: Pairs) -> _Seen:
     size = hosts = 0
     for name, value in pairs:
         size += len(name) + len(value) + 4
-        match name.lower():
-            case b"content-length":
-                length = value
-            case b"transfer-encoding":
-                if value.lower() != b"chunked":
-                    raise BadFraming("Transfer-Encoding: allowed is chunked", 501)
-                encoding = value
-            case b"host":
-                hosts += 1
+        if name == b"content-length":
+            length = value
+        elif name == b"transfer-encoding":
+            if value.lower() != b"chunked":
+                raise BadFraming("Transfer-Encoding: allowed is chunked", 501)
+            encoding = value
+        elif name == b"host":
+            hosts += 1
     if size > MAX_HEAD_BYTES:
         raise BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431)
     return _Seen(length, encoding, hosts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar, overload
 
 _Default = TypeVar("_Default")
@@ -17,20 +18,21 @@ class Headers(Mapping[str, str]):
     __slots__ = ("_first", "_pairs")
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self._pairs = [(_text(name).lower(), _text(value)) for name, value in pairs]
-        self._first = dict(reversed(self._pairs))
+        """`pairs`: with names in lower case. Most of them are never asked for, and stay bytes."""
+        self._pairs = pairs
+        self._first = dict(reversed(pairs))
 
     def __getitem__(self, name: str) -> str:
-        return self._first[name.lower()]
+        return _text(self._first[_raw(name)])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._first)
+        return map(_text, self._first)
 
     def __len__(self) -> int:
         return len(self._first)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._first
+        return isinstance(name, str) and _raw(name) in self._first
 
     @overload
     def get(self, name: str, /) -> str | None: ...
@@ -38,15 +40,21 @@ class Headers(Mapping[str, str]):
     def get(self, name: str, /, default: str | _Default) -> str | _Default: ...
     def get(self, name: str, /, default: object = None) -> object:
         """The first value; the mapping's own `get` raises and catches for each name that isn't there."""
-        return self._first.get(name.lower(), default)
+        found = self._first.get(_raw(name))
+        return default if found is None else _text(found)
 
     def getall(self, name: str, default: list[str] | None = None) -> list[str]:
         """Every value, in order. Raises KeyError when there is none, and no default."""
-        wanted = name.lower()
-        found = [value for given, value in self._pairs if given == wanted]
+        wanted = _raw(name)
+        found = [_text(value) for given, value in self._pairs if given == wanted]
         if not found and default is None:
             raise KeyError(name)
         return found or (default or [])
+
+
+@lru_cache(maxsize=256)
+def _raw(name: str) -> bytes:
+    return name.lower().encode("utf-8", "surrogateescape")
 
 
 def _text(raw: bytes) -> str:

@@ -8,7 +8,6 @@ taken for another's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol, cast
 
 import httptools
@@ -58,9 +57,10 @@ class LegAnswer:
         """What is in; empty at the end. Raises BrokenOff."""
         if not self._pieces and not self.complete:
             await self._news()
+        if self._held > MAX_HELD_BYTES:
+            self._connection.resume()
         pieces, self._pieces, self._held = self._pieces, [], 0
-        self._connection.resume()
-        return b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def read(self) -> bytes:
         """All that is left of it. Raises BrokenOff."""
@@ -144,7 +144,6 @@ class LegConnection(asyncio.Protocol):
         self._keep_alive = True
         self._body: list[bytes] = []
         self._room: asyncio.Future[None] | None = None
-        self._on_lost: Callable[[LegConnection], None] | None = None
 
     # ---- for its client ----
 
@@ -155,10 +154,6 @@ class LegConnection(asyncio.Protocol):
         open_ = self._transport is not None and not self._transport.is_closing()
         return open_ and answered and self._keep_alive and self._parser is not None
 
-    def on_lost(self, callback: Callable[[LegConnection], None] | None) -> None:
-        """Have it called when the connection ends."""
-        self._on_lost = callback
-
     async def ask(self, head: bytes, body: bytes) -> LegAnswer:
         """Send a request and wait for the head of its answer. Raises BrokenOff."""
         transport = self._transport
@@ -167,7 +162,6 @@ class LegConnection(asyncio.Protocol):
         self._answer = None
         answered: asyncio.Future[LegAnswer] = self._loop.create_future()
         self._head = answered
-        self.resume()
         if len(body) <= _SLICE:
             transport.write(head + body)
         else:
@@ -177,7 +171,6 @@ class LegConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """End the connection at once, and with it what it asked for."""
-        self._on_lost = None
         self._broken("it was given up")
         if self._transport is not None:
             self._transport.abort()
@@ -220,8 +213,6 @@ class LegConnection(asyncio.Protocol):
         self.resume_writing()
         why = f": {error}" if error is not None and str(error) else ""
         self._broken(f"the connection ended before the answer was complete{why}")
-        if self._on_lost is not None:
-            self._on_lost(self)
 
     def eof_received(self) -> bool:
         self._keep_alive = False
@@ -263,7 +254,7 @@ class LegConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
-            self._pairs.append((name, value))
+            self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0

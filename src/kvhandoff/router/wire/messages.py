@@ -200,13 +200,14 @@ class StreamResponse:
         self._connection = request.connection
         self._head = self._connection.begin_stream(request, self)
 
-    def write(self, piece: bytes) -> None:
-        """Send a piece; an empty one is none. Raises ClientGone."""
+    def write(self, piece: bytes, *, last: bool = False) -> None:
+        """Send a piece; an empty one is none. `last`: and the end with it. Raises ClientGone."""
         if self._connection is None:
             raise RuntimeError("it is not prepared")
         if piece:
-            self._connection.write_piece(self._head, piece)
+            self._connection.write_piece(self._head, piece, last=last)
             self._head = b""
+            self.ended = last
 
     def write_eof(self) -> None:
         """The end. Raises ClientGone."""
