@@ -170,7 +170,7 @@ def test_a_worker_registers_its_rank(module: Any) -> None:
     made = worker(module)
     made.register_kv_caches({"layer": "tensor"})
     half = made._worker
-    assert half.arguments[:4] == ("127.0.0.1:14579", 1, 2, b"key")
+    assert half.arguments[:4] == ("127.0.0.1:14579", 1, 2, b"the key of these tests")
     assert half.arguments[5] == "cache facts"
     assert half.caches == {"layer": "tensor"}
     assert made.get_handshake_metadata().hello == hello()

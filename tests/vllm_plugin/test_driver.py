@@ -93,7 +93,7 @@ class Side:
         now = self.get("/internal/state")["now"]
         key = HandoffKey(new_handoff_id(), 0)
         usual = {"audience": self.facts.identity, "not_after": now + 20, "key": key}
-        return TicketKey(b"key").sign(Ticket(leg=leg, **{**usual, **fields}))
+        return TicketKey(b"the key of these tests").sign(Ticket(leg=leg, **{**usual, **fields}))
 
     def run(self, request: FakeRequest) -> FakeRequest:
         while not request.status.finished:
@@ -251,7 +251,7 @@ def test_it_registers_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     class Router(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            taken.put(RegistrationKey(b"key").open(body["registration"]))
+            taken.put(RegistrationKey(b"the key of these tests").open(body["registration"]))
             self.send_response(200)
             self.end_headers()
 
