@@ -14,6 +14,7 @@ Fields = dict[str, msgspec.Raw]
 """The top level of a body: each field's JSON, unread."""
 
 _body = msgspec.json.Decoder(Fields)
+_text = msgspec.json.Decoder(str)
 
 
 def parse_body(raw: bytes) -> Fields:
@@ -29,7 +30,7 @@ def read_model(fields: Fields, allowed: str) -> str:
     if "model" not in fields:
         raise RequestError(f"model: it is missing, allowed is {allowed}", param="model")
     try:
-        return msgspec.json.decode(fields["model"], type=str)
+        return _text.decode(fields["model"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         given = bytes(fields["model"]).decode(errors="replace")
         shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
@@ -119,6 +120,6 @@ def read_text(fields: Fields, name: str) -> str:
     if name not in fields:
         return ""
     try:
-        return msgspec.json.decode(fields[name], type=str)
+        return _text.decode(fields[name])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""

@@ -169,7 +169,7 @@ class Fleet:
 
     def resting(self) -> set[str]:
         """URLs of engines whose legs have failed of late: to be avoided."""
-        return {engine.url for engine in self.engines if engine.circuit.rests}
+        return {e.url for engines in (self.prefill, self.decode) for e in engines if e.circuit.rests}
 
     def learn(self, record: RequestRecord) -> None:
         """What only the router's own account of a request shows: its legs' ways, and its prompt's length."""

@@ -25,7 +25,7 @@ class Histograms(Collector):
         """`bounds`: of the buckets, ascending; each has its own."""
         self._name = name
         self._documentation = documentation
-        self._label = label
+        self._labelnames = (label,)
         self._bounds = bounds
         self._of: dict[str, _Histogram] = {}
         registry.register(self)
@@ -40,13 +40,22 @@ class Histograms(Collector):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """What the page shows."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
+        family = self._family()
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         for value, histogram in self._of.items():
             buckets = list(zip(names, accumulate(histogram.counts), strict=True))
             family.add_metric([value], buckets, histogram.sum)
-            family.add_sample(f"{self._name}_created", {self._label: value}, histogram.created)
+            family.add_sample(
+                f"{self._name}_created", dict(zip(self._labelnames, [value], strict=True)), histogram.created
+            )
         yield family
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """What the registry knows its names by."""
+        yield self._family()
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
 
 class _Histogram:

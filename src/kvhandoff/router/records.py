@@ -230,7 +230,7 @@ class Draft:
         """Engines whose accounts are not in."""
         if not self.joinable:
             return []
-        return [ref.engine for ref in (self.prefill, self.decode) if ref and self._leg(ref) is None]
+        return [ref.engine for ref in (self.prefill, self.decode) if ref is not None and self._lacks(ref)]
 
     def accounts(self) -> tuple[LegRecord | None, LegRecord | None]:
         """The prefill and the decode engine's, as far as they are in."""
@@ -239,14 +239,14 @@ class Draft:
     @property
     def settled(self) -> bool:
         """Whether nothing more is to come."""
-        return self.status is not None and not self.missing()
+        if self.status is None or not self.joinable:
+            return self.status is not None
+        return not (self._lacks(self.decode) or self._lacks(self.prefill))
 
     def record(self) -> RequestRecord:
         """All that is known now."""
         prefill, decode = self.accounts()
-        lacking = (prefill is None and self.prefill is not None) or (
-            decode is None and self.decode is not None
-        )
+        lacking = self._lacks(self.prefill) or self._lacks(self.decode)
         phases, ttft_s = self._phases(prefill, decode)
         forward, back = (None, decode) if decode and decode.leg == "local" else (decode, prefill)
         return RequestRecord(
@@ -298,6 +298,9 @@ class Draft:
             finish_reason=decode.finish_reason if decode else None,
             incomplete=self.status is None or not self.joinable or lacking,
         )
+
+    def _lacks(self, ref: LegRef | None) -> bool:
+        return ref is not None and self._leg(ref) is None
 
     def _leg(self, ref: LegRef | None) -> LegRecord | None:
         if ref is None:

@@ -150,11 +150,14 @@ def salted(fields: Fields, tenant: Tenant) -> Fields:
     own = None
     try:
         if "cache_salt" in fields:
-            own = msgspec.json.decode(fields["cache_salt"], type=str | None)
+            own = _own_salt.decode(fields["cache_salt"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError("cache_salt: allowed is a text", param="cache_salt") from error
     salt = _salt(tenant.name, tenant.salt, own) if own else _usual_salt(tenant.name, tenant.salt)
     return {**fields, "cache_salt": salt}
+
+
+_own_salt = msgspec.json.Decoder(str | None)
 
 
 def _salt(name: str, salt: str, own: str) -> msgspec.Raw:

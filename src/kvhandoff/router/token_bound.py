@@ -19,6 +19,9 @@ _LIMITS = {
 """The fields that limit an answer; the first one that is given counts."""
 
 
+_number = msgspec.json.Decoder(int | None)
+
+
 def token_bound(fields: Fields, summary: RequestSummary, context: int) -> int:
     """Prompt and answer tokens, at most. `context`: the model's, in tokens: no sequence has more, nor has an
     answer without a limit of its own. Each of a completion's several prompts has its answers."""
@@ -33,7 +36,7 @@ def _count(fields: Fields, name: str) -> int | None:
     if name not in fields:
         return None
     try:
-        value = msgspec.json.decode(fields[name], type=int | None)
+        value = _number.decode(fields[name])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return value if value and value > 0 else None
