@@ -142,7 +142,7 @@ def kvhandoff(urls: Mapping[str, str], cores: Cores, *options: str) -> Iterator[
         *("--prefill", urls["prefill"], "--decode", urls["decode"], "--pair-tests", "off"),
         *("--binding", "late", "--tenants", str(tenants), *options),
     ]
-    environment = {**os.environ, "KVHANDOFF_CLUSTER_KEY": "bench"}
+    environment = {**os.environ, "KVHANDOFF_CLUSTER_KEY": "key of the benchmark"}
     with _process("kvhandoff", command, cores.router, environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -14,7 +14,7 @@ import pytest
 from tests.tinymodels import cached_tiny_model
 
 
-def run(*arguments: str, key: str = "k") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, key: str = "the key of these tests") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "KVHANDOFF_CLUSTER_KEY": key, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, "-m", "kvhandoff", *arguments],

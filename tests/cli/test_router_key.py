@@ -29,7 +29,7 @@ def router(*arguments: str) -> Iterator[str]:
     command = [sys.executable, "-m", "kvhandoff", "router", *DECODE, "--port", "0", "--lifeline", *arguments]
     with subprocess.Popen(
         command,
-        env={**os.environ, "KVHANDOFF_CLUSTER_KEY": "k"},
+        env={**os.environ, "KVHANDOFF_CLUSTER_KEY": "a key of these tests"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ from kvhandoff.handoff.tickets import Ticket, TicketGate, TicketKey
 
 T = TypeVar("T")
 
-CLUSTER_KEY = b"a cluster's key"
+CLUSTER_KEY = b"the cluster's own key"
 MODEL = "tiny"
 WAIT_S = 10.0
 """Deadline of every wait of a test; nothing waits that long unless the code is wrong."""
