@@ -19,6 +19,7 @@ engine whose legs hang is theirs too: each of those takes longer to fail than a 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 from msgspec.structs import replace
@@ -80,6 +81,14 @@ def failed(breaker: Breaker, began: float, now: float) -> Breaker:
     return replace(breaker, failures=failures, last=now, pause=pause, until=until)
 
 
+Verdict = Callable[[BaseException], bool | None]
+"""What an exception out of a leg says of its engine: it has worked, it has not, or (None) nothing."""
+
+
+def _nothing(_: BaseException) -> None:
+    return None
+
+
 class Circuit:
     """One engine's breaker at work. Used on the event loop's thread only."""
 
@@ -94,12 +103,13 @@ class Circuit:
         breaker = self._breaker
         return bool(breaker.pause) and breaker.rests(self._clock())
 
-    def begin(self) -> LegOutcome:
-        """A leg begins."""
+    def begin(self, verdict: Verdict = _nothing) -> LegOutcome:
+        """A leg begins. As a context, the outcome is what `verdict` makes of the exception that ends it; a
+        leg that ends without one has succeeded."""
         now = self._clock()
         if self._breaker.pause:
             self._breaker = begun(self._breaker, now)
-        return LegOutcome(self, now)
+        return LegOutcome(self, now, verdict)
 
     def succeeded(self) -> None:
         """A leg was answered."""
@@ -118,9 +128,20 @@ class Circuit:
 class LegOutcome:
     """What becomes of one leg; the first word counts. One that is given up says nothing of its engine."""
 
-    def __init__(self, circuit: Circuit, began: float) -> None:
+    __slots__ = ("_began", "_circuit", "_verdict")
+
+    def __init__(self, circuit: Circuit, began: float, verdict: Verdict) -> None:
         self._circuit: Circuit | None = circuit
         self._began = began
+        self._verdict = verdict
+
+    def __enter__(self) -> LegOutcome:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        worked = True if error is None else self._verdict(error)
+        if worked is not None:
+            (self.succeeded if worked else self.failed)()
 
     def succeeded(self) -> None:
         """It is being answered."""

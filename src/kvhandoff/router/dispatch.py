@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple
 
-from kvhandoff.core.errors import RequestError
 from kvhandoff.core.phases import Phase
-from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router import wire
+from kvhandoff.router.answering import EVENT_STREAM, Outcome, end_passage, pass_on, passage_of, read_whole
 from kvhandoff.router.answers import (
     Answer,
     LegFailed,
@@ -22,26 +19,13 @@ from kvhandoff.router.answers import (
     whole,
     without_params,
 )
-from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.deadline import Deadline
 from kvhandoff.router.dialect import dialect_of
-from kvhandoff.router.engine import Engine, describe
+from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.moves import Bound, Moved
 from kvhandoff.router.source import Source
-from kvhandoff.router.stream import Passage
-
-log = logging.getLogger(__name__)
-
-EVENT_STREAM = "text/event-stream"
-
-
-class Outcome(NamedTuple):
-    """A response, and the status that its record is closed with."""
-
-    response: wire.Response | wire.StreamResponse
-    status: int
 
 
 class Dispatcher:
@@ -64,7 +48,7 @@ class Dispatcher:
         if refused is None:
             return None
         source.owed = False
-        return _pass_on(x, refused)
+        return pass_on(x.draft, refused)
 
     def prefill_body(self, x: Exchange, source: Source, target: Engine | None = None) -> bytes:
         """What the prefill leg is sent; `target`: the decode engine that will grant its blocks (push)."""
@@ -84,7 +68,7 @@ class Dispatcher:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
         source.owed = True
         engine = source.engine
-        with _Outcome(engine), x.draft.traced("prefill", source.ref, engine.url) as context:
+        with engine.circuit.begin(_verdict), x.draft.traced("prefill", source.ref, engine.url) as context:
             try:
                 with Deadline(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
                     async with self._post(x, engine, body, context) as upstream:
@@ -109,7 +93,7 @@ class Dispatcher:
         name = "local" if x.source is None else "decode"
         with (
             engine.reserve(x.tokens, x.to_compute) as x.reservation,
-            _Outcome(engine) as leg,
+            engine.circuit.begin(_verdict) as leg,
             x.draft.traced(name, x.draft.decode, engine.url) as context,
         ):
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
@@ -119,7 +103,7 @@ class Dispatcher:
                     async with self._post(x, engine, body, context) as upstream:
                         if upstream.status != 200:
                             x.settle()
-                            return _pass_on(x, for_client(engine, await whole(upstream)))
+                            return pass_on(x.draft, for_client(engine, await whole(upstream)))
                         if upstream.content_type != EVENT_STREAM:
                             x.settle()
                             return await _answer(x, engine, upstream)
@@ -129,7 +113,9 @@ class Dispatcher:
                         leg.succeeded()
                         x.settle()
                         deadline.lift()  # from here on, the passage has its own
-                        passage = _passage(x, engine, upstream)
+                        passage = passage_of(
+                            x.request, upstream, x.draft, engine, x.timer, x.clock, x.answering
+                        )
                         await passage.carry(first, upstream, self._timeouts.idle_s)
             except OSError as error:
                 if x.move is not None and isinstance(error, TimeoutError):
@@ -137,7 +123,7 @@ class Dispatcher:
                 raise network_failure(engine, error) from error
             finally:
                 x.bound = None
-        return await self._end(x, engine, passage)
+        return await end_passage(passage, x.draft, x.key, engine, self._timeouts.idle_s)
 
     def _decode_body(self, x: Exchange, engine: Engine) -> bytes:
         """What the decode or local leg is sent."""
@@ -174,15 +160,6 @@ class Dispatcher:
             on_miss=self._on_miss,
         )
 
-    async def _end(self, x: Exchange, engine: Engine, passage: Passage) -> Outcome:
-        if passage.broken is not None:
-            log.warning("%s: %s: its stream broke off: %s", x.key, engine, passage.broken)
-            x.draft.because(Reason.DECODE_FAILED)
-        if not x.draft.joinable and passage.scan.response_id is not None:
-            x.draft.response_id = passage.scan.response_id
-        response = await passage.end(self._timeouts.idle_s)
-        return Outcome(response, passage.status)
-
     def _post(
         self, x: Exchange, engine: Engine, body: bytes, context: Mapping[str, str]
     ) -> AbstractAsyncContextManager[wire.LegAnswer]:
@@ -190,67 +167,16 @@ class Dispatcher:
         return self._client.post(engine.url + x.request.path, data=body, headers=headers)
 
 
-class _Outcome:
-    """Has the engine's circuit breaker learn what becomes of a leg."""
-
-    __slots__ = ("_leg",)
-
-    def __init__(self, engine: Engine) -> None:
-        self._leg = engine.circuit.begin()
-
-    def __enter__(self) -> LegOutcome:
-        return self._leg
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._leg.succeeded()
-        elif isinstance(error, LegFailed) and error.kind != "ticket_refused":
-            self._leg.failed()  # else it is well, and another life, or has another key
+def _verdict(error: BaseException) -> bool | None:
+    """See `Circuit.begin`. An engine that refuses a ticket is well, and another life, or has another key."""
+    return False if isinstance(error, LegFailed) and error.kind != "ticket_refused" else None
 
 
 async def _answer(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Outcome:
-    """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt follows."""
-    try:
-        answer = await whole(upstream)
-    except ConnectionError as error:
-        x.draft.because(Reason.DECODE_FAILED)
-        log.warning("%s: %s: its answer broke off: %s", x.key, engine, describe(error))
-        why = f"{engine} ended before its answer was complete"
-        raise RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error") from error
+    """A 200 that is not streamed."""
+    answer = await read_whole(upstream, x.draft, x.key, engine)
     x.answering()
     x.cut(Phase.DECODE_NETWORK)
     if not x.draft.joinable:
         x.draft.response_id = read_response_id(answer) or x.draft.response_id
-    return _pass_on(x, without_params(answer))
-
-
-def _passage(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Passage:
-    """The way of a stream that has begun to the client."""
-
-    def first_byte() -> None:
-        x.draft.first_byte_s = x.elapsed()
-
-    def first_content() -> None:
-        x.answering()
-        x.cut(Phase.DECODE_NETWORK)
-        x.draft.first_content_s = x.timer.total
-
-    def done() -> None:
-        x.draft.complete = True
-
-    kept = ("Content-Type", "Cache-Control")
-    headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
-    return Passage(
-        x.request,
-        x.summary.endpoint,
-        str(engine),
-        x.draft.headers() | headers,
-        first_byte,
-        first_content,
-        done,
-    )
-
-
-def _pass_on(x: Exchange, answer: Answer) -> Outcome:
-    headers = x.draft.headers() | {"Content-Type": answer.content_type}
-    return Outcome(wire.Response(status=answer.status, body=answer.body, headers=headers), answer.status)
+    return pass_on(x.draft, without_params(answer))

@@ -35,24 +35,24 @@ import logging
 from typing import Literal
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError, unavailable
+from kvhandoff.core.errors import unavailable
 from kvhandoff.core.ids import HandoffId, new_handoff_id
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.admission import Admission, tolerate_miss
+from kvhandoff.router.answering import Outcome, carry_through
 from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.config import RouterConfig
-from kvhandoff.router.dispatch import Dispatcher, Outcome
+from kvhandoff.router.dispatch import Dispatcher
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Engine, describe
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
 from kvhandoff.router.policy import EngineView, FleetView
-from kvhandoff.router.records import LegRef, Records
+from kvhandoff.router.records import Draft, LegRef, Records
 from kvhandoff.router.source import Source
-from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -89,25 +89,15 @@ class Relay:
             headers=request.headers,
         )
         draft.walls = timer.seconds
-        status = CLIENT_LEFT
-        try:
-            exchange = await self._admission.admit(request, draft, timer)
-            if log.isEnabledFor(logging.DEBUG):
-                fields = draft.log_fields()
-                log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=fields)
-            response, status = await self._carry(exchange)
-        except RequestError as error:
-            status = error.status
-            return wire.error_response(error, draft.headers())
-        except ClientGone:
-            return wire.Response(status=status)  # nobody receives it
-        finally:
-            if status == CLIENT_LEFT and draft.complete:
-                status = 200  # it closed its connection, as clients do, a moment before we did
-            if status == CLIENT_LEFT:
-                draft.because(Reason.CLIENT_ABORTED)
-            self._records.close(draft, status, self._clock() - timer.started)
-        return response
+        work = self._work(request, draft, timer)
+        return await carry_through(work, draft, self._records, timer, self._clock)
+
+    async def _work(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Outcome:
+        exchange = await self._admission.admit(request, draft, timer)
+        if log.isEnabledFor(logging.DEBUG):
+            fields = draft.log_fields()
+            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=fields)
+        return await self._carry(exchange)
 
     async def _carry(self, x: Exchange) -> Outcome:
         self.running[x.draft.handoff_id] = x

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import msgspec
 
@@ -15,25 +14,21 @@ from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.phases import Phase, PhaseTimer
-from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
+from kvhandoff.router.answering import EVENT_STREAM, Outcome, end_passage, pass_on, passage_of, read_whole
 from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.deadline import Deadline
-from kvhandoff.router.dispatch import EVENT_STREAM
 from kvhandoff.router.engine import describe, refuses_connection
 from kvhandoff.router.legs import leg_headers
 from kvhandoff.router.policy import RequestSummary
 from kvhandoff.router.records import Draft, LegRef
 from kvhandoff.router.side import read_error
-from kvhandoff.router.stream import Passage
 from kvhandoff.router.upstream_bodies import decode_body, prefill_body, read_reference, without_reference
 from kvhandoff.router.upstream_engine import UpstreamEngine
 from kvhandoff.router.upstream_references import References, Turn
-
-log = logging.getLogger(__name__)
 
 
 class UpstreamFailed(Exception):
@@ -56,13 +51,6 @@ class Refused(Exception):
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"status {answer.status}")
         self.answer = answer
-
-
-class Outcome(NamedTuple):
-    """A response, and the status that its record is closed with."""
-
-    response: wire.Response | wire.StreamResponse
-    status: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +91,7 @@ class UpstreamLegs:
 
     async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
         """A prefill leg's answer. Raises UpstreamFailed, and Refused for a 4xx."""
-        with _outcome(source):
+        with source.circuit.begin(partial(_verdict, source)):
             return await self._prefill(job, source, params)
 
     async def _prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
@@ -135,7 +123,7 @@ class UpstreamLegs:
 
         Raises UpstreamFailed and Refused, and RequestError when an answer that is not streamed breaks off.
         """
-        with _outcome(target) as leg:
+        with target.circuit.begin(partial(_verdict, target)) as leg:
             return await self._decode(job, target, params, beside, leg)
 
     async def _decode(
@@ -170,27 +158,20 @@ class UpstreamLegs:
                     watch.stop()
                     leg.succeeded()
                     deadline.lift()  # from here on, the passage has its own
-                    passage = _passage(job, target, answer, self._clock)
+                    passage = passage_of(job.request, answer, job.draft, target, job.timer, self._clock)
                     await passage.carry(first, answer, self._timeouts.idle_s)
         except OSError as error:
             if beside is not None and (other := _error_of(beside)) is not None:
                 raise other from error
             raise _failure(target, error) from error
-        return await self._end(job, target, passage)
+        return await end_passage(passage, job.draft, job.request_id, target, self._timeouts.idle_s)
 
     async def _answer(
         self, job: Job, target: UpstreamEngine, answer: wire.LegAnswer, asked: float, watch: _Watch
     ) -> Outcome:
-        """A 200 that is not streamed. The engine has done its work: when the rest is lost, no attempt
-        follows."""
+        """A 200 that is not streamed."""
         watch.stop()
-        try:
-            read = await whole(answer)
-        except ConnectionError as error:
-            job.draft.because(Reason.DECODE_FAILED)
-            log.warning("%s: %s: its answer broke off: %s", job.request_id, target, describe(error))
-            why = f"{target} ended before its answer was complete"
-            raise RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error") from error
+        read = await read_whole(answer, job.draft, job.request_id, target)
         job.timer.mark(Phase.DECODE_NETWORK)
         job.draft.response_id = read_response_id(read) or job.draft.response_id
         reference = read_reference(read.body)
@@ -198,14 +179,7 @@ class UpstreamLegs:
             if job.turn is not None:
                 self._references.keep(job.turn, target.url, reference, read.body, asked)
             read = Answer(read.status, read.content_type, without_reference(read.body))
-        return Outcome(whole_response(job.draft, read), read.status)
-
-    async def _end(self, job: Job, target: UpstreamEngine, passage: Passage) -> Outcome:
-        if passage.broken is not None:
-            log.warning("%s: %s: its stream broke off: %s", job.request_id, target, passage.broken)
-            job.draft.because(Reason.DECODE_FAILED)
-        job.draft.response_id = passage.scan.response_id or job.draft.response_id
-        return Outcome(await passage.end(self._timeouts.idle_s), passage.status)
+        return pass_on(job.draft, read)
 
     def _post(
         self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]
@@ -215,21 +189,16 @@ class UpstreamLegs:
         return self._client.post(url, data=body, headers={**headers, **context})
 
 
-@contextmanager
-def _outcome(engine: UpstreamEngine) -> Iterator[LegOutcome]:
-    """Have the engine's circuit breaker learn what becomes of a leg. One that is late says nothing: it may
-    have waited for the other leg, and an engine that hangs answers no question for its health either."""
-    leg = engine.circuit.begin()
-    try:
-        yield leg
-    except UpstreamFailed as failure:
-        if failure.engine is engine and not failure.late:
-            leg.failed()
-        raise
-    except Refused:
-        leg.succeeded()  # it has worked
-        raise
-    leg.succeeded()
+def _verdict(engine: UpstreamEngine, error: BaseException) -> bool | None:
+    """See `Circuit.begin`. A leg that is late says nothing: it may have waited for the other leg, and an
+    engine that hangs answers no question for its health either."""
+    match error:
+        case UpstreamFailed() if error.engine is engine and not error.late:
+            return False
+        case Refused():
+            return True  # it has worked
+        case _:
+            return None
 
 
 class _Watch:
@@ -273,30 +242,3 @@ def _failure(engine: UpstreamEngine, error: Exception) -> UpstreamFailed:
         why = "no answer in time" if engine.healthy else f"no answer, and then: {engine.problem}"
         return UpstreamFailed(engine, why, late=True)
     return UpstreamFailed(engine, "it ended before its answer was complete")
-
-
-def _passage(job: Job, engine: UpstreamEngine, answer: wire.LegAnswer, clock: Clock) -> Passage:
-    """The way of a stream that has begun to the client."""
-    draft, timer = job.draft, job.timer
-
-    def first_byte() -> None:
-        draft.first_byte_s = clock() - timer.started
-
-    def first_content() -> None:
-        timer.mark(Phase.DECODE_NETWORK)
-        draft.first_content_s = timer.total
-
-    def done() -> None:
-        draft.complete = True
-
-    kept = ("Content-Type", "Cache-Control")
-    headers = {name: answer.headers[name] for name in kept if name in answer.headers}
-    return Passage(
-        job.request, draft.endpoint, str(engine), draft.headers() | headers, first_byte, first_content, done
-    )
-
-
-def whole_response(draft: Draft, answer: Answer) -> wire.Response:
-    """An engine's answer, for the client."""
-    headers = draft.headers() | {"Content-Type": answer.content_type}
-    return wire.Response(status=answer.status, body=answer.body, headers=headers)

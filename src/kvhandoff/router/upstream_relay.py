@@ -32,6 +32,7 @@ from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
+from kvhandoff.router.answering import Outcome, carry_through, pass_on
 from kvhandoff.router.answers import Answer
 from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.endpoints import Endpoint
@@ -50,9 +51,8 @@ from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
 from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode, read_reference
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
-from kvhandoff.router.upstream_legs import Job, Outcome, Refused, UpstreamFailed, UpstreamLegs, whole_response
+from kvhandoff.router.upstream_legs import Job, Refused, UpstreamFailed, UpstreamLegs
 from kvhandoff.router.upstream_references import References, Turn
-from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -87,26 +87,16 @@ class UpstreamRelay:
             headers=request.headers,
         )
         draft.walls, draft.connector, draft.joinable = timer.seconds, self._config.connector, False
-        status = CLIENT_LEFT
+        work = self._work(request, draft, timer)
+        return await carry_through(work, draft, self._records, timer, self._clock)
+
+    async def _work(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Outcome:
+        job = await self._admit(request, draft, timer)
+        log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
         try:
-            job = await self._admit(request, draft, timer)
-            log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=draft.log_fields())
-            response, status = await self._attempts(job)
+            return await self._attempts(job)
         except Refused as refused:
-            status = refused.answer.status
-            return whole_response(draft, refused.answer)
-        except RequestError as error:
-            status = error.status
-            return wire.error_response(error, draft.headers())
-        except ClientGone:
-            return wire.Response(status=status)  # nobody receives it
-        finally:
-            if status == CLIENT_LEFT and draft.complete:
-                status = 200  # it closed its connection, as clients do, a moment before we did
-            if status == CLIENT_LEFT:
-                draft.because(Reason.CLIENT_ABORTED)
-            self._records.close(draft, status, self._clock() - timer.started)
-        return response
+            return pass_on(draft, refused.answer)
 
     async def _admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Job:
         config, caller = self._config, request[CALLER]

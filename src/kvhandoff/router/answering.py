@@ -1,0 +1,109 @@
+"""How a client is answered, whatever connector its engines have: requests from beginning to end, answers that
+are whole, streams, and what broke off."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import RequestError
+from kvhandoff.core.phases import Phase, PhaseTimer
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
+from kvhandoff.router.answers import Answer, whole
+from kvhandoff.router.engine import describe
+from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.stream import Passage
+from kvhandoff.web import CLIENT_LEFT, ClientGone
+
+log = logging.getLogger(__name__)
+
+EVENT_STREAM = "text/event-stream"
+
+
+class Outcome(NamedTuple):
+    """A response, and the status that its record is closed with."""
+
+    response: wire.Response | wire.StreamResponse
+    status: int
+
+
+async def carry_through(
+    work: Coroutine[Any, Any, Outcome], draft: Draft, records: Records, timer: PhaseTimer, clock: Clock
+) -> wire.Response | wire.StreamResponse:
+    """The response of a request's `work`; its record is closed when this returns or is cancelled."""
+    status = CLIENT_LEFT
+    try:
+        response, status = await work
+    except RequestError as error:
+        status = error.status
+        return wire.error_response(error, draft.headers())
+    except ClientGone:
+        return wire.Response(status=status)  # nobody receives it
+    finally:
+        if status == CLIENT_LEFT and draft.complete:
+            status = 200  # it closed its connection, as clients do, a moment before we did
+        if status == CLIENT_LEFT:
+            draft.because(Reason.CLIENT_ABORTED)
+        records.close(draft, status, clock() - timer.started)
+    return response
+
+
+def pass_on(draft: Draft, answer: Answer) -> Outcome:
+    """An engine's whole answer, for the client."""
+    headers = draft.headers() | {"Content-Type": answer.content_type}
+    return Outcome(wire.Response(status=answer.status, body=answer.body, headers=headers), answer.status)
+
+
+async def read_whole(upstream: wire.LegAnswer, draft: Draft, name: object, engine: object) -> Answer:
+    """A 200 that is not streamed, of the leg called `name`. The engine has done its work: when the rest is
+    lost, no attempt follows, and RequestError is raised."""
+    try:
+        return await whole(upstream)
+    except ConnectionError as error:
+        draft.because(Reason.DECODE_FAILED)
+        log.warning("%s: %s: its answer broke off: %s", name, engine, describe(error))
+        why = f"{engine} ended before its answer was complete"
+        raise RequestError(why, status=502, code=Reason.DECODE_FAILED, kind="engine_error") from error
+
+
+def passage_of(
+    request: wire.Request,
+    upstream: wire.LegAnswer,
+    draft: Draft,
+    engine: object,
+    timer: PhaseTimer,
+    clock: Clock,
+    on_content: Callable[[], None] | None = None,
+) -> Passage:
+    """The way of a stream that has begun to the client. `on_content`: called with its first content."""
+
+    def first_byte() -> None:
+        draft.first_byte_s = clock() - timer.started
+
+    def first_content() -> None:
+        if on_content is not None:
+            on_content()
+        timer.mark(Phase.DECODE_NETWORK)
+        draft.first_content_s = timer.total
+
+    def done() -> None:
+        draft.complete = True
+
+    kept = ("Content-Type", "Cache-Control")
+    headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
+    return Passage(
+        request, draft.endpoint, str(engine), draft.headers() | headers, first_byte, first_content, done
+    )
+
+
+async def end_passage(passage: Passage, draft: Draft, name: object, engine: object, idle_s: float) -> Outcome:
+    """What a carried stream, of the leg called `name`, comes to."""
+    if passage.broken is not None:
+        log.warning("%s: %s: its stream broke off: %s", name, engine, passage.broken)
+        draft.because(Reason.DECODE_FAILED)
+    if not draft.joinable and passage.scan.response_id is not None:
+        draft.response_id = passage.scan.response_id
+    return Outcome(await passage.end(idle_s), passage.status)
