@@ -22,8 +22,9 @@ from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Span, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 from prometheus_client import Counter
 
 from kvhandoff.core.errors import ConfigError
@@ -183,6 +184,38 @@ def headers_of(span: Span) -> dict[str, str]:
     headers: dict[str, str] = {}
     _propagator.inject(headers, set_span_in_context(span, Context()))
     return headers
+
+
+def server_span(
+    tracer: Tracer,
+    path: str,
+    operation: str,
+    headers: Mapping[str, str],
+    more: Mapping[str, AttributeValue],
+    start_ns: int | None = None,
+) -> Span:
+    """Begin the span of a request to `path`, in the trace that its headers name. `operation`:
+    `gen_ai.operation.name`; `more`: further attributes."""
+    return tracer.start_span(
+        f"POST {path}",
+        context_of(headers),
+        kind=SpanKind.SERVER,
+        attributes={
+            "http.request.method": "POST",
+            "url.path": path,
+            "http.route": path,
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "kvhandoff",
+            **more,
+        },
+        start_time=start_ns,
+    )
+
+
+def fail(span: Span, cause: str) -> None:
+    """It did not end well: why, in one word."""
+    span.set_attribute("error.type", cause)
+    span.set_status(StatusCode.ERROR, cause)
 
 
 def lay(tracer: Tracer, parent: Span, start_ns: int, phases: Mapping[str, float]) -> int:

@@ -12,8 +12,7 @@ import logging
 import random
 import re
 import socket
-import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,9 +99,9 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
-def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> web.Response:
+def error_response(error: RequestError) -> web.Response:
     """The error as OpenAI clients parse it."""
-    return json_response(error.body(), status=error.status, headers={**error.headers, **(headers or {})})
+    return json_response(error.body(), status=error.status, headers=error.headers)
 
 
 @web.middleware
@@ -126,35 +125,62 @@ def _from_http(request: web.Request, error: web.HTTPException) -> web.Response:
     where = f"{request.method} {request.path}"
     match error:
         case web.HTTPNotFound():
-            said = RequestError(f"no such endpoint: {where}", status=404, code="unknown_url")
+            return error_response(no_endpoint(where))
         case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            why = f"{where}: allowed methods are {allowed}"
-            said = RequestError(why, status=405, code="method_not_supported")
+            return error_response(wrong_method(where, error.allowed_methods))
         case _:
-            said = RequestError(f"{where}: {error.reason}", status=error.status)
-    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-    return error_response(said, headers)
+            return error_response(RequestError(f"{where}: {error.reason}", status=error.status))
+
+
+def no_endpoint(where: str) -> RequestError:
+    """The 404 for a page that there isn't. `where`: its method and path."""
+    return RequestError(f"no such endpoint: {where}", status=404, code="unknown_url")
+
+
+def wrong_method(where: str, allowed: Iterable[str]) -> RequestError:
+    """The 405."""
+    names = sorted(allowed)
+    why = f"{where}: allowed methods are {', '.join(names)}"
+    return RequestError(why, status=405, code="method_not_supported", headers={"Allow": ",".join(names)})
+
+
+def body_too_large(limit_bytes: int) -> RequestError:
+    """The 413."""
+    why = f"body: more than the allowed {limit_bytes} bytes"
+    return RequestError(why, status=413, param="body", code="body_too_large")
+
+
+def body_too_slow(read_s: float) -> RequestError:
+    """The 408."""
+    why = f"body: not complete after {read_s:g} s"
+    return RequestError(why, status=408, param="body", code="body_timeout")
+
+
+def encoded_body(encoding: str) -> RequestError:
+    """The 415: a small body could unpack into a huge one."""
+    return RequestError(f"Content-Encoding: got {encoding!r}, allowed is none", status=415)
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """An address that can't be had."""
+    why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+    return ConfigError(f"port {port} on {host}: can't listen ({why})")
 
 
 async def read_body(request: web.Request, limit_bytes: int, read_s: float) -> bytes:
     """The body. Raises RequestError when it is too large, too slow or garbled, and ClientGone."""
-    too_large = RequestError(
-        f"body: more than the allowed {limit_bytes} bytes", status=413, param="body", code="body_too_large"
-    )
     if (request.content_length or 0) > limit_bytes:
-        raise too_large
+        raise body_too_large(limit_bytes)
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise RequestError(f"Content-Encoding: got {encoding!r}, allowed is none", status=415)
+        raise encoded_body(encoding)
     try:
         async with asyncio.timeout(read_s):
             return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise too_large from error
+        raise body_too_large(limit_bytes) from error
     except TimeoutError as error:
-        why = f"body: not complete after {read_s:g} s"
-        raise RequestError(why, status=408, param="body", code="body_timeout") from error
+        raise body_too_slow(read_s) from error
     except web.RequestPayloadError as error:
         raise RequestError(f"body: can't be read ({error})", param="body") from error
     except ConnectionError as error:
@@ -181,7 +207,6 @@ async def serve(
     port: int = 0,
     *,
     shutdown_s: float = 2.0,
-    tls: ssl.SSLContext | None = None,
 ) -> Server:
     """Start to listen; requests are cancelled when their client leaves.
 
@@ -199,11 +224,10 @@ async def serve(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
-        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"port {port} on {host}: can't listen ({why})") from error
+        raise cannot_listen(host, port, error) from error
     return Server(runner, host, runner.addresses[0][1])
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import typer
 
-from kvhandoff.core.errors import ConfigError, check_cluster_key
+from kvhandoff.core.errors import ConfigError
+from kvhandoff.handoff.signing import check_cluster_key
 
 CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
 

@@ -7,7 +7,6 @@ a worker is being started again, and a folder with the workers' side doors (`rou
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import shutil
@@ -22,6 +21,7 @@ import msgspec
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
 from kvhandoff.cli.common import stop_event
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.web import cannot_listen
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,5 @@ def _hold(host: str, port: int) -> socket.socket:
             held.close()
             raise
     except OSError as error:
-        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"port {port} on {host}: can't listen ({why})") from error
+        raise cannot_listen(host, port, error) from error
     return held

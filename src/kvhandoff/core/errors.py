@@ -49,20 +49,6 @@ class RequestError(KVHandoffError):
         return {"error": error}
 
 
-MIN_CLUSTER_KEY_BYTES = 16
-"""Of the key that router and engines share: fewer could be guessed, and whoever knows it is one of them."""
-
-
-def check_cluster_key(key: bytes, *, set_by: str) -> bytes:
-    """The key. Raises ConfigError for none, and for one that is too short; `set_by`: how it is given."""
-    if not key:
-        raise ConfigError(f"cluster key: none given; set {set_by}")
-    if len(key) < MIN_CLUSTER_KEY_BYTES:
-        allowed = f"{MIN_CLUSTER_KEY_BYTES} or more, as of `openssl rand -hex 32`"
-        raise ConfigError(f"cluster key: got {len(key)} bytes, allowed are {allowed}; set {set_by}")
-    return key
-
-
 def invalid(field: str, value: object, allowed: str, *, code: str | None = None) -> RequestError:
     """A 400 that names the field, the value and what is allowed."""
     return RequestError(f"{field}: got {_short.repr(value)}, allowed is {allowed}", param=field, code=code)

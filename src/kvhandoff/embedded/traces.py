@@ -13,12 +13,12 @@ from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, get_current_span, use_span
+from opentelemetry.trace import Tracer, get_current_span, use_span
 from opentelemetry.util.types import AttributeValue
 
 from kvhandoff.core.records import LegRecord
 from kvhandoff.embedded.agent import EngineAgent
-from kvhandoff.tracing import Tracing, context_of, lay
+from kvhandoff.tracing import Tracing, fail, lay, server_span
 from kvhandoff.web import Handler
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
@@ -46,29 +46,18 @@ def tracing_middleware(tracer: Tracer, model_name: str) -> Middleware:
         operation = _OPERATIONS.get(request.path) if request.method == "POST" else None
         if operation is None:
             return await handler(request)
-        span = tracer.start_span(
-            f"POST {request.path}",
-            context_of(request.headers),
-            kind=SpanKind.SERVER,
-            attributes={
-                "http.request.method": "POST",
-                "url.path": request.path,
-                "http.route": request.path,
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "kvhandoff",
-                "gen_ai.request.model": model_name,
-            },
-        )
+        more = {"gen_ai.request.model": model_name}
+        span = server_span(tracer, request.path, operation, request.headers, more)
         try:
             with use_span(span, record_exception=False, set_status_on_exception=False):
                 response = await handler(request)
         except BaseException as error:  # the client has left, or the server ends
-            _fail(span, "cancelled" if not isinstance(error, Exception) else type(error).__name__)
+            fail(span, "cancelled" if not isinstance(error, Exception) else type(error).__name__)
             raise
         else:
             span.set_attribute("http.response.status_code", response.status)
             if response.status >= 499:
-                _fail(span, str(response.status))
+                fail(span, str(response.status))
             return response
         finally:
             span.end()
@@ -87,7 +76,7 @@ def leg_tracer(tracer: Tracer) -> Callable[[LegRecord], None] | None:
         record.traced = True
         span.set_attributes(_attributes(record))
         if record.finish_reason in ("abort", "error"):
-            _fail(span, record.finish_reason)
+            fail(span, record.finish_reason)
         lay(tracer, span, opened_ns, record.phases)
 
     return account
@@ -115,8 +104,3 @@ def _attributes(record: LegRecord) -> dict[str, AttributeValue]:
     if record.finish_reason is not None:
         known["gen_ai.response.finish_reasons"] = [record.finish_reason]
     return known
-
-
-def _fail(span: Span, cause: str) -> None:
-    span.set_attribute("error.type", cause)
-    span.set_status(StatusCode.ERROR, cause)

@@ -6,6 +6,21 @@ import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from hashlib import blake2b
 
+from kvhandoff.core.errors import ConfigError
+
+MIN_CLUSTER_KEY_BYTES = 16
+"""Of the key that router and engines share: fewer could be guessed, and whoever knows it is one of them."""
+
+
+def check_cluster_key(key: bytes, *, set_by: str) -> bytes:
+    """The key. Raises ConfigError for none, and for one that is too short; `set_by`: how it is given."""
+    if not key:
+        raise ConfigError(f"cluster key: none given; set {set_by}")
+    if len(key) < MIN_CLUSTER_KEY_BYTES:
+        allowed = f"{MIN_CLUSTER_KEY_BYTES} or more, as of `openssl rand -hex 32`"
+        raise ConfigError(f"cluster key: got {len(key)} bytes, allowed are {allowed}; set {set_by}")
+    return key
+
 
 class BadSignature(ValueError):
     """Not signed with this cluster's key for this purpose. Its text goes on a sentence about what it was."""

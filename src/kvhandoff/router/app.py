@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvhandoff.core.clock import Clock, monotonic
-from kvhandoff.core.errors import RequestError
 from kvhandoff.core.records import LegRecord
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.admission import Admission
-from kvhandoff.router.body import unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations
 from kvhandoff.router.drain import drain
@@ -27,11 +24,11 @@ from kvhandoff.router.member_dns import NamedMembers
 from kvhandoff.router.member_file import FileMembers
 from kvhandoff.router.members import MemberSource
 from kvhandoff.router.merging import merge_metrics, merge_ready, merge_running
-from kvhandoff.router.metrics import RouterMetrics
+from kvhandoff.router.pages import PROMETHEUS, Pages
 from kvhandoff.router.ready import describe_engine, describe_fleet
 from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.rebinder import Rebinder
-from kvhandoff.router.records import Draft, Records, RequestRecord
+from kvhandoff.router.records import Draft, RequestRecord
 from kvhandoff.router.registrations import Registrations
 from kvhandoff.router.relay import Relay
 from kvhandoff.router.session import engine_session, leg_client
@@ -39,6 +36,7 @@ from kvhandoff.router.told import WORKER_PAGE, read_told, told_by
 from kvhandoff.router.traced import traced
 from kvhandoff.router.wire import Server, json_response, read_body
 from kvhandoff.router.worker import Siblings
+from kvhandoff.web import no_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +45,15 @@ _LEG_POLL_S = 0.02
 _MAX_ORDER_BYTES = 4096
 
 
-class Front:
+class Front(Pages):
     """The endpoints of one router."""
 
+    OWNER = "kvhandoff"
+
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        super().__init__(config.max_records)
         self._config = config
         self._clock = clock
-        self._started = int(time.time())
-        self._metrics = RouterMetrics()
-        self._records = Records(
-            config.max_records,
-            on_reason=self._metrics.count_reason,
-            on_closed=self._metrics.count_request,
-            on_settled=self._settled,
-        )
         self._index = open_index(
             config.index,
             limit=config.max_conversations,
@@ -94,10 +87,6 @@ class Front:
             wire.get("/ready", siblings.merged(self.ready, merge_ready)),
             wire.get("/metrics", siblings.merged(self.metrics, merge_metrics)),
         ]
-
-    def refused(self, code: str) -> None:
-        """A request had no key, or none for its page."""
-        self._metrics.count_refused(code)
 
     async def lifespan(self, site: wire.Site) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
@@ -136,47 +125,14 @@ class Front:
         self._records.add_legs(legs)
 
     def _settled(self, record: RequestRecord) -> None:
-        """A request's record is complete."""
-        self._metrics.observe(record)
+        super()._settled(record)
         self._fleet.learn(record)
 
-    async def chat_completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.CHAT)
+    def _served(self) -> Mapping[str, int | None]:
+        return self._fleet.models()
 
-    async def completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.COMPLETIONS)
-
-    async def responses(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.RESPONSES)
-
-    async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        with self._metrics.in_flight:
-            return await self._relay.answer(request, endpoint)
-
-    async def models(self, request: wire.Request) -> wire.Response:
-        """The fleet's models, as OpenAI lists them."""
-        models = [
-            self._model(name, longest)
-            for name, longest in sorted(request[CALLER].models(self._fleet.models()).items())
-        ]
-        return json_response({"object": "list", "data": models})
-
-    async def model(self, request: wire.Request) -> wire.Response:
-        """One of the fleet's models; its name may have slashes."""
-        name, served = request.match_info["id"], request[CALLER].models(self._fleet.models())
-        request[CALLER].check_model(name)
-        if name not in served:
-            raise unknown_model(name, served)
-        return json_response(self._model(name, served[name]))
-
-    def _model(self, name: str, longest: int) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "kvhandoff",
-            "max_model_len": longest,
-        }
+    async def _carry(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
+        return await self._relay.answer(request, endpoint)
 
     async def handoff(self, request: wire.Request) -> wire.Response:
         """A request's record; waits a moment for accounts that the engines have not given yet."""
@@ -196,19 +152,6 @@ class Front:
         running = self._relay.running.get(draft.handoff_id)
         return json_response(await rebind(draft, running, self._fleet, self._config.policies, order))
 
-    def _draft(self, request: wire.Request) -> Draft:
-        identifier = request.match_info["id"]
-        draft = self._records.get(identifier)
-        if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
-            raise RequestError(
-                f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
-                f"{self._config.max_records} responses",
-                status=404,
-                param="id",
-                code="handoff_not_found",
-            )
-        return draft
-
     async def _settle(self, draft: Draft) -> None:
         try:
             async with asyncio.timeout(self._config.timeouts.record_s):
@@ -227,12 +170,8 @@ class Front:
     async def worker(self, request: wire.Request) -> wire.Response:
         """What this worker has been told, for a sibling that has just started."""
         if not request.from_sibling:
-            raise RequestError(f"no such endpoint: GET {WORKER_PAGE}", status=404, code="unknown_url")
+            raise no_endpoint(f"GET {WORKER_PAGE}")
         return json_response(told_by(self._fleet, self._registrations))
-
-    async def health(self, request: wire.Request) -> wire.Response:
-        """The router itself runs."""
-        return json_response({"status": "ok"})
 
     async def ready(self, request: wire.Request) -> wire.Response:
         """Whether requests can be answered, and each engine's state; 503 when no decode engine is healthy."""
@@ -248,10 +187,7 @@ class Front:
         self._metrics.show_fleet(
             self._fleet.pairs.report(), sum(engine.draining for engine in self._fleet.engines)
         )
-        return wire.Response(
-            body=self._metrics.text(self._fleet.engines),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return wire.Response(body=self._metrics.text(self._fleet.engines), headers=PROMETHEUS)
 
 
 def members_of(config: RouterConfig) -> list[MemberSource]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from kvhandoff.core.clock import monotonic
@@ -35,7 +35,7 @@ from kvhandoff.core.records import LegRecord
 from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.moves import Moved
-from kvhandoff.tracing import context_of, headers_of, lay
+from kvhandoff.tracing import fail, headers_of, lay, server_span
 from kvhandoff.web import CLIENT_LEFT
 
 if TYPE_CHECKING:
@@ -83,21 +83,9 @@ class RequestTrace:
         self._started = monotonic()
         self._legs: dict[LegRef, tuple[Span, int]] = {}
         """Spans of legs, and when they began."""
-        path = draft.endpoint.path
-        self._span = tracer.start_span(
-            f"POST {path}",
-            context_of(headers),
-            kind=SpanKind.SERVER,
-            attributes={
-                "http.request.method": "POST",
-                "url.path": path,
-                "http.route": path,
-                "gen_ai.operation.name": _OPERATIONS[draft.endpoint],
-                "gen_ai.provider.name": "kvhandoff",
-                "kvhandoff.handoff_id": draft.handoff_id,
-            },
-            start_time=self._start_ns,
-        )
+        more = {"kvhandoff.handoff_id": draft.handoff_id}
+        operation = _OPERATIONS[draft.endpoint]
+        self._span = server_span(tracer, draft.endpoint.path, operation, headers, more, self._start_ns)
         self.trace_id = format_trace_id(self._span.get_span_context().trace_id)
 
     @contextmanager
@@ -127,7 +115,7 @@ class RequestTrace:
             span.set_attribute("kvhandoff.moved", True)
             raise
         except BaseException as error:
-            _fail(span, _cause(error))
+            fail(span, _cause(error))
             raise
         finally:
             span.end(self._now_ns())
@@ -149,7 +137,7 @@ class RequestTrace:
             return
         span.set_attributes(_attributes(record))
         if record.status is not None and (record.status >= 500 or record.status == CLIENT_LEFT):
-            _fail(span, _cause_of(record))
+            fail(span, _cause_of(record))
         lay(self._tracer, span, self._start_ns, _of(record, *_OWN))
         prefill, decode = draft.accounts()
         if draft.prefill is not None:
@@ -228,11 +216,6 @@ def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
             "kvhandoff.return_bytes": record.return_bytes,
         }
     return {name: value for name, value in known.items() if value is not None}
-
-
-def _fail(span: Span, cause: str) -> None:
-    span.set_attribute("error.type", cause)
-    span.set_status(StatusCode.ERROR, cause)
 
 
 def _cause(error: BaseException) -> str:

@@ -6,18 +6,13 @@ no re-binding, and no verification of what is handed over. Records show the legs
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from kvhandoff.core.clock import Clock, monotonic
-from kvhandoff.core.errors import RequestError
 from kvhandoff.router import wire
-from kvhandoff.router.access import CALLER
-from kvhandoff.router.body import unknown_model
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.guard import guarded, serve_guarded
-from kvhandoff.router.metrics import RouterMetrics
-from kvhandoff.router.records import Records
+from kvhandoff.router.pages import PROMETHEUS, Pages
 from kvhandoff.router.session import engine_session, leg_client
 from kvhandoff.router.traced import traced
 from kvhandoff.router.upstream_config import UpstreamConfig
@@ -26,20 +21,15 @@ from kvhandoff.router.upstream_relay import UpstreamRelay
 from kvhandoff.router.wire import Server, json_response
 
 
-class UpstreamFront:
+class UpstreamFront(Pages):
     """The endpoints of one router."""
 
+    OWNER = "vllm"
+
     def __init__(self, config: UpstreamConfig, clock: Clock) -> None:
+        super().__init__(config.max_records)
         self._config = config
         self._clock = clock
-        self._started = int(time.time())
-        self._metrics = RouterMetrics()
-        self._records = Records(
-            config.max_records,
-            on_reason=self._metrics.count_reason,
-            on_closed=self._metrics.count_request,
-            on_settled=self._metrics.observe,
-        )
         self._fleet: UpstreamFleet
         self._relay: UpstreamRelay
 
@@ -55,10 +45,6 @@ class UpstreamFront:
             wire.get("/ready", self.ready),
             wire.get("/metrics", self.metrics),
         ]
-
-    def refused(self, code: str) -> None:
-        """A request had no key, or none for its page."""
-        self._metrics.count_refused(code)
 
     async def lifespan(self, site: wire.Site) -> AsyncIterator[None]:
         """Connections and background work, while the server runs."""
@@ -79,49 +65,15 @@ class UpstreamFront:
             finally:
                 await self._fleet.close()
 
-    async def chat_completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.CHAT)
+    def _served(self) -> Mapping[str, int | None]:
+        return self._fleet.models()
 
-    async def completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.COMPLETIONS)
-
-    async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        with self._metrics.in_flight:
-            return await self._relay.answer(request, endpoint)
-
-    async def models(self, request: wire.Request) -> wire.Response:
-        """What the decode engines serve, as OpenAI lists it."""
-        served = request[CALLER].models(self._fleet.models())
-        data = [self._model(name, served[name]) for name in sorted(served)]
-        return json_response({"object": "list", "data": data})
-
-    async def model(self, request: wire.Request) -> wire.Response:
-        """One of them; its name may have slashes."""
-        name, served = request.match_info["id"], request[CALLER].models(self._fleet.models())
-        request[CALLER].check_model(name)
-        if name not in served:
-            raise unknown_model(name, served)
-        return json_response(self._model(name, served[name]))
-
-    def _model(self, name: str, longest: int | None) -> dict[str, object]:
-        facts: dict[str, object] = {"id": name, "object": "model", "created": self._started}
-        return facts | {"owned_by": "vllm"} | ({} if longest is None else {"max_model_len": longest})
+    async def _carry(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
+        return await self._relay.answer(request, endpoint)
 
     async def handoff(self, request: wire.Request) -> wire.Response:
         """A request's record. It is `incomplete`: the engines give no account."""
-        identifier = request.match_info["id"]
-        draft = self._records.get(identifier)
-        if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
-            why = (
-                f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
-                f"{self._config.max_records} responses"
-            )
-            raise RequestError(why, status=404, param="id", code="handoff_not_found")
-        return json_response(draft.record())
-
-    async def health(self, request: wire.Request) -> wire.Response:
-        """The router itself runs."""
-        return json_response({"status": "ok"})
+        return json_response(self._draft(request).record())
 
     async def ready(self, request: wire.Request) -> wire.Response:
         """Whether requests can be answered, and each engine's health; 503 without a healthy decode engine."""
@@ -141,10 +93,7 @@ class UpstreamFront:
         return json_response(body, status=200 if ready else 503)
 
     async def metrics(self, request: wire.Request) -> wire.Response:
-        return wire.Response(
-            body=self._metrics.text(self._fleet.engines),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return wire.Response(body=self._metrics.text(self._fleet.engines), headers=PROMETHEUS)
 
 
 def create_upstream_app(config: UpstreamConfig, *, clock: Clock = monotonic) -> wire.Site:

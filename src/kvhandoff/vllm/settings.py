@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvhandoff.core.errors import ConfigError, check_cluster_key
+from kvhandoff.core.errors import ConfigError
 from kvhandoff.engine.register import check_registration
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
+from kvhandoff.handoff.signing import check_cluster_key
 from kvhandoff.transport.nixl_agent import Backend
 from kvhandoff.transport.planes import NIXL_LANES, PlaneOptions
 from kvhandoff.transport.ranks import MAX_RANKS

@@ -11,6 +11,7 @@ import msgspec
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.router.wire.headers import Headers
+from kvhandoff.web import body_too_large, body_too_slow, encoded_body
 
 if TYPE_CHECKING:
     from kvhandoff.router.wire.connection import Connection
@@ -136,7 +137,7 @@ class Request:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._received > self._limit:
-            raise too_large(self._limit)
+            raise body_too_large(self._limit)
         if self._failure is not None:
             raise self._failure
         return self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -237,29 +238,22 @@ class StreamResponse:
         await self._room
 
 
-def too_large(limit: int) -> RequestError:
-    """The 413."""
-    why = f"body: more than the allowed {limit} bytes"
-    return RequestError(why, status=413, param="body", code="body_too_large")
-
-
 async def read_body(request: Request, limit_bytes: int, read_s: float) -> bytes:
     """The body. Raises RequestError when it is too large, too slow or garbled, and ClientGone."""
     if (request.content_length or 0) > limit_bytes:
-        raise too_large(limit_bytes)
+        raise body_too_large(limit_bytes)
     encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":  # a small body could unpack into a huge one
-        raise RequestError(f"Content-Encoding: got {encoding!r}, allowed is none", status=415)
+    if encoding.lower() != "identity":
+        raise encoded_body(encoding)
     if not request.complete:
         try:
             async with asyncio.timeout(read_s):
                 await request.read()
         except TimeoutError as error:
-            why = f"body: not complete after {read_s:g} s"
-            raise RequestError(why, status=408, param="body", code="body_timeout") from error
+            raise body_too_slow(read_s) from error
     body = await request.read()
     if len(body) > limit_bytes:
-        raise too_large(limit_bytes)
+        raise body_too_large(limit_bytes)
     return body
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvhandoff.core.errors import RequestError
 from kvhandoff.router.wire.messages import Handler
+from kvhandoff.web import no_endpoint, wrong_method
 
 
 class RouteDef(NamedTuple):
@@ -67,13 +67,8 @@ class Routes:
             allowed |= methods.keys() | ({"HEAD"} if "GET" in methods else set())
         where = f"{method} {path[:200]}"
         if not allowed:
-            raise RequestError(f"no such endpoint: {where}", status=404, code="unknown_url")
-        raise RequestError(
-            f"{where}: allowed methods are {', '.join(sorted(allowed))}",
-            status=405,
-            code="method_not_supported",
-            headers={"Allow": ",".join(sorted(allowed))},
-        )
+            raise no_endpoint(where)
+        raise wrong_method(where, allowed)
 
     def _at(self, path: str) -> Iterable[tuple[dict[str, RouteDef], Mapping[str, str]]]:
         exact = self._exact.get(path)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import ssl
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from kvhandoff.core.errors import ConfigError
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.messages import Request, Response, StreamResponse
 from kvhandoff.router.wire.site import Site
+from kvhandoff.web import cannot_listen
 
 _LOOK_S = 1.0
 """Between two looks for connections whose time is up."""
@@ -145,8 +144,7 @@ async def serve(
             await server.listen_at(door)
     except OSError as error:
         await server.close()
-        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"port {port} on {host}: can't listen ({why})") from error
+        raise cannot_listen(host, port, error) from error
     except asyncio.CancelledError:
         await server.close()
         raise
