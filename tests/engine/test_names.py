@@ -11,7 +11,7 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.engine import names
 from kvhandoff.engine.names import await_further_ranks, hold_name, rank_name
 
-KEY = f"key {os.getpid()}".encode()
+KEY = f"cluster key of the tests, {os.getpid()}".encode()
 
 
 def test_a_name_is_one_engines(monkeypatch: pytest.MonkeyPatch) -> None:

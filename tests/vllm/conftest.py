@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @asynccontextmanager
 async def running_pair(environment: Environment, model: Model, logs: Path) -> AsyncIterator[Pair]:
     """A prefill and a decode engine, warm; both are started at once."""
-    key = f"vLLM tests {os.getpid()}".encode()
+    key = f"cluster key of the vLLM tests, {os.getpid()}".encode()
     timeout = aiohttp.ClientTimeout(total=120.0)
     # No connection is used twice: vLLM closes idle ones after 5 s, perhaps as the next request is on its way.
     connector = aiohttp.TCPConnector(force_close=True)

@@ -208,8 +208,10 @@ class VllmEngine:
         return idle and blocks.free + blocks.cached + blocks.retained == blocks.total
 
     def tail(self, lines: int = 60) -> str:
-        """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        """The errors that its log names, then its end: what vLLM prints last is seldom the cause."""
+        log = self.log.read_text(errors="replace").splitlines()
+        errors = dict.fromkeys(line for line in log[:-lines] if "Error: " in line)
+        return "\n".join([*list(errors)[:10], *log[-lines:]])
 
     async def _log_tail(self) -> str:
         return self.tail()
