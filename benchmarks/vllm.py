@@ -7,12 +7,12 @@ answered. Prompts are random token ids, and share nothing.
     upstream pull     NixlConnector behind this project's router, as shipped and tuned
     upstream push     NixlPushConnector, the same
     upstream return   a second turn with `bidirectional_kv_xfer`; the first one's answer is not streamed
-    kvhandoff         pull, push and return: one pair of engines
+    kvhandoff         pull, push and return; the engines of all three are started alike
 
 **How they take turns.** Two engines are as many as a small machine runs, and a connector is that of a whole
-engine, so that deployments can't take turns request by request. They do in blocks: a deployment is started,
-warmed up, measured and ended, then the next; and in the next round the same the other way round (A B C,
-C B A), so that what slowly changes falls on all alike. Within this connector's block its paths take turns.
+engine, so that cases can't take turns request by request. They do in blocks: the deployment of a case is
+started, warmed up, measured and ended, then the next; and in the next round the same the other way round
+(A B C, C B A), so that what slowly changes falls on all alike. Rivals follow each other.
 
 No prefill engine has a prefix cache: a second turn would find its history there. The decode engines do.
 
@@ -34,15 +34,15 @@ import aiohttp
 
 from benchmarks.light_model import LIGHT_MODEL, light_model
 from benchmarks.path_runs import Prompts
-from benchmarks.report import Report, in_turn, progress_bar
+from benchmarks.report import Report, progress_bar
 from benchmarks.vllm_cases import (
     ANSWER_TOKENS,
     MAX_TOKENS,
     NEW_TOKENS,
+    Case,
     Client,
-    Contestant,
     Sample,
-    contestants,
+    cases,
 )
 from benchmarks.vllm_engines import (
     PYTHON_ENV,
@@ -63,51 +63,45 @@ QUICK = {"tokens": 512, "requests": 2, "blocks": 1}
 
 
 @asynccontextmanager
-async def served(settings: VllmSettings, contestant: Contestant) -> AsyncIterator[Client]:
+async def served(settings: VllmSettings, case: Case) -> AsyncIterator[Client]:
     """A deployment, and a client of it."""
     async with AsyncExitStack() as stack:
         timeout = aiohttp.ClientTimeout(total=LONGEST_S)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        if contestant.kind is None:
-            spec = EngineSpec(name=contestant.name, transfer=None)
+        if case.kind is None:
+            spec = EngineSpec(name=case.name, transfer=None)
             [engine] = await stack.enter_async_context(engines(settings, [spec]))
             yield Client(session, engine.url, routed=False)
         else:
-            made = await stack.enter_async_context(pair(settings, contestant.kind))
+            made = await stack.enter_async_context(pair(settings, case.kind))
             url = await stack.enter_async_context(router(made))
             yield Client(session, url, routed=True)
 
 
 async def block(
-    client: Client,
-    contestant: Contestant,
-    prompts: Prompts,
-    options: argparse.Namespace,
-    requests: int,
-    samples: dict[str, list[Sample]],
-    advance: Callable[[], None],
-) -> None:
-    """Warm a deployment up, and take so many samples of each of its cases."""
-    for case in contestant.cases:
-        await client.measure(case, prompts, 2 * CHUNK)
-    for turn in range(requests):
-        by_name = {case.name: case for case in contestant.cases}
-        for name in in_turn(list(by_name), turn):
-            samples.setdefault(name, []).append(await client.measure(by_name[name], prompts, options.tokens))
-            advance()
+    client: Client, case: Case, prompts: Prompts, tokens: int, requests: int, advance: Callable[[], None]
+) -> list[Sample]:
+    """Warm a deployment up, and take so many samples."""
+    await client.measure(case, prompts, 2 * CHUNK)
+    found = []
+    for _ in range(requests):
+        found.append(await client.measure(case, prompts, tokens))
+        advance()
+    return found
 
 
 async def run(settings: VllmSettings, options: argparse.Namespace) -> dict[str, list[Sample]]:
     """The samples of every case, by its name."""
     facts = json.loads((settings.model_dir / "config.json").read_text())
-    prompts, samples = Prompts(facts["vocab_size"]), dict[str, list[Sample]]()
-    chosen = _contestants(options)
-    total = options.requests * sum(len(contestant.cases) for contestant in chosen)
-    with progress_bar("vllm: requests", total) as advance:
+    prompts, chosen = Prompts(facts["vocab_size"]), _cases(options)
+    samples: dict[str, list[Sample]] = {case.name: [] for case in chosen}
+    with progress_bar("vllm: requests", options.requests * len(chosen)) as advance:
         for number, requests in enumerate(_split(options.requests, options.blocks)):
-            for contestant in chosen if number % 2 == 0 else reversed(chosen):
-                async with served(settings, contestant) as client:
-                    await block(client, contestant, prompts, options, requests, samples, advance)
+            for case in chosen if number % 2 == 0 else reversed(chosen):
+                async with served(settings, case) as client:
+                    samples[case.name] += await block(
+                        client, case, prompts, options.tokens, requests, advance
+                    )
     return samples
 
 
@@ -115,10 +109,10 @@ def report_on(
     settings: VllmSettings, options: argparse.Namespace, samples: dict[str, list[Sample]], report: Report
 ) -> None:
     """Fill the table, and hold the goals against it."""
-    cases = [case for contestant in _contestants(options) for case in contestant.cases]
+    chosen = _cases(options)
     monolithic = median_ttft(samples["monolithic"])
-    add_rows(report, cases, samples, monolithic)
-    report.goals += goals(cases, samples, monolithic)
+    add_rows(report, chosen, samples, monolithic)
+    report.goals += goals(chosen, samples, monolithic)
 
 
 def _split(requests: int, blocks: int) -> list[int]:
@@ -127,8 +121,8 @@ def _split(requests: int, blocks: int) -> list[int]:
     return [requests * (i + 1) // blocks - requests * i // blocks for i in range(blocks)]
 
 
-def _contestants(options: argparse.Namespace) -> list[Contestant]:
-    found = contestants(shipped="shipped" in options.upstream, tuned="tuned" in options.upstream)
+def _cases(options: argparse.Namespace) -> list[Case]:
+    found = cases(shipped="shipped" in options.upstream, tuned="tuned" in options.upstream)
     return [each for each in found if options.only is None or each.name in ("monolithic", *options.only)]
 
 
@@ -182,7 +176,7 @@ def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=20, help="of each case")
     parser.add_argument("--blocks", type=int, default=2, help="times that each deployment is started")
     parser.add_argument("--upstream", nargs="+", default=["shipped", "tuned"], choices=("shipped", "tuned"))
-    parser.add_argument("--only", nargs="+", help="deployments to measure, beside monolithic")
+    parser.add_argument("--only", nargs="+", help="cases to measure, beside monolithic")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="per engine")
     parser.add_argument("--kv-memory", type=int, default=2, help="GiB for each engine")
     parser.add_argument("--quick", action="store_true", help="a few short requests, to try it out")
@@ -193,7 +187,7 @@ def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("tokens", "requests", "blocks", "threads", "kv_memory"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, allowed is more than 0")
-    known = [each.name for each in contestants(shipped=True, tuned=True)]
+    known = [each.name for each in cases(shipped=True, tuned=True)]
     unknown = [name for name in options.only or () if name not in known]
     if unknown:
         parser.error(f"--only: got {unknown[0]!r}, allowed is {', '.join(known)}")

@@ -37,61 +37,47 @@ POLL_S = 0.02
 
 NO_PREFILL_CACHE = ("--no-enable-prefix-caching",)
 """Else the prefill engine would have a conversation's first turn, and nothing to fetch."""
-BIDIRECTIONAL: dict[str, Any] = {"bidirectional_kv_xfer": True}
+
+
+MODES: tuple[tuple[str, Path, Any, dict[str, Any]], ...] = (
+    ("pull", "pull", "nixl", {}),
+    ("push", "push", "nixl-push", {}),
+    ("return", "pull", "nixl", {"bidirectional_kv_xfer": True}),
+)
+"""What is measured, by which path, and which connector of upstream's does it with which extra config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kind of request on one deployment."""
+    """One kind of request, and the deployment that is started for it."""
 
     name: str
     path: Path
+    kind: PairKind | None = None
+    """None: one engine without a connector."""
     second_turn: bool = False
     rival: str | None = None
     """The case of upstream's that this one is compared with; it may be followed by ` tuned`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """A deployment that is started, and the cases that are measured on it."""
-
-    name: str
-    kind: PairKind | None
-    """None: one engine without a connector."""
-    cases: tuple[Case, ...]
-
-
-def contestants(*, shipped: bool, tuned: bool) -> list[Contestant]:
-    """All of them. Upstream's second turns are measured as shipped only when nothing is tuned: its decode
-    engine spins as long as it keeps a turn."""
-    found = [Contestant(name="monolithic", kind=None, cases=(Case(name="monolithic", path="local"),))]
-    for is_tuned in [False] * shipped + [True] * tuned:
-        found += _upstream(is_tuned, second_turn=is_tuned or not tuned)
-    ours = PairKind(name=KVHANDOFF, connector="kvhandoff", prefill_arguments=NO_PREFILL_CACHE)
-    cases = (
-        Case(name="kvhandoff pull", path="pull", rival="upstream pull"),
-        Case(name="kvhandoff push", path="push", rival="upstream push"),
-        Case(name="kvhandoff return", path="pull", second_turn=True, rival="upstream return"),
-    )
-    return [*found, Contestant(name=KVHANDOFF, kind=ours, cases=cases)]
+def cases(*, shipped: bool, tuned: bool) -> list[Case]:
+    """All of them, each beside its rivals. Upstream's second turns are measured as shipped only when nothing
+    is tuned: its decode engine spins as long as it keeps a turn."""
+    found = [Case(name="monolithic", path="local")]
+    for mode, path, connector, extra in MODES:
+        again = mode == "return"
+        for is_tuned in [False] * (shipped and not (again and tuned)) + [True] * tuned:
+            name = f"upstream {mode}{' tuned' if is_tuned else ''}"
+            kind = _kind(name, connector, tuned=is_tuned, extra=extra)
+            found.append(Case(name=name, path=path, kind=kind, second_turn=again))
+        name, kind = f"{KVHANDOFF} {mode}", _kind(f"{KVHANDOFF} {mode}", KVHANDOFF)
+        found.append(Case(name=name, path=path, kind=kind, second_turn=again, rival=f"upstream {mode}"))
+    return found
 
 
-def _upstream(tuned: bool, *, second_turn: bool) -> list[Contestant]:
-    mark = " tuned" if tuned else ""
-
-    def contestant(mode: Path, connector: Any, extra: dict[str, Any], *, again: bool = False) -> Contestant:
-        name = f"upstream {'return' if again else mode}{mark}"
-        kind = PairKind(
-            name=name.replace(" ", "-"),
-            connector=connector,
-            tuned=tuned,
-            extra=extra,
-            prefill_arguments=NO_PREFILL_CACHE,
-        )
-        return Contestant(name=name, kind=kind, cases=(Case(name=name, path=mode, second_turn=again),))
-
-    found = [contestant("pull", "nixl", {}), contestant("push", "nixl-push", {})]
-    return [*found, contestant("pull", "nixl", BIDIRECTIONAL, again=True)] if second_turn else found
+def _kind(name: str, connector: Any, **options: Any) -> PairKind:
+    named = name.replace(" ", "-")
+    return PairKind(name=named, connector=connector, prefill_arguments=NO_PREFILL_CACHE, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.path_runs import Prompts
 from benchmarks.report import Report
 from benchmarks.vllm import _options, _split, report_on
-from benchmarks.vllm_cases import Case, Client, Sample, contestants
+from benchmarks.vllm_cases import Case, Client, Sample, cases
 from benchmarks.vllm_engines import MODEL as BENCHMARKED
 from benchmarks.vllm_engines import ROOT, EngineFailed, EngineSpec, Running, VllmSettings, engines
 from benchmarks.vllm_figures import COLUMNS, after_prefill, goals, prefill_leg, spread
@@ -106,21 +106,21 @@ def test_the_table_shows_every_case() -> None:
     assert report.details[1]["median_s"]["bind"] == 0.1
 
 
-def test_all_contestants() -> None:
-    both = [case.name for each in contestants(shipped=True, tuned=True) for case in each.cases]
-    assert both == [
+def test_all_cases_stand_beside_their_rivals() -> None:
+    assert [case.name for case in cases(shipped=True, tuned=True)] == [
         "monolithic",
-        "upstream pull",
-        "upstream push",
-        "upstream pull tuned",
-        "upstream push tuned",
-        "upstream return tuned",
-        "kvhandoff pull",
-        "kvhandoff push",
-        "kvhandoff return",
+        *("upstream pull", "upstream pull tuned", "kvhandoff pull"),
+        *("upstream push", "upstream push tuned", "kvhandoff push"),
+        *("upstream return tuned", "kvhandoff return"),
     ]
-    shipped = [each.name for each in contestants(shipped=True, tuned=False)]
-    assert shipped == ["monolithic", "upstream pull", "upstream push", "upstream return", "kvhandoff"]
+    assert "upstream return" in [case.name for case in cases(shipped=True, tuned=False)]
+    pull, push, again = (case for case in cases(shipped=False, tuned=True) if case.rival is None if case.kind)
+    assert pull.kind is not None
+    assert push.kind is not None
+    assert again.kind is not None
+    assert (pull.kind.connector, pull.kind.tuned, pull.kind.extra) == ("nixl", True, {})
+    assert (push.kind.connector, push.path) == ("nixl-push", "push")
+    assert (again.kind.extra, again.second_turn) == ({"bidirectional_kv_xfer": True}, True)
 
 
 @pytest.mark.parametrize(("requests", "blocks", "split"), [(20, 2, [10, 10]), (5, 2, [2, 3]), (1, 3, [1])])
