@@ -79,13 +79,13 @@ async def served(settings: VllmSettings, case: Case) -> AsyncIterator[Client]:
 
 
 async def block(
-    client: Client, case: Case, prompts: Prompts, tokens: int, requests: int, advance: Callable[[], None]
+    client: Client, case: Case, prompts: Prompts, tokens: int, numbers: range, advance: Callable[[], None]
 ) -> list[Sample]:
-    """Warm a deployment up, and take so many samples."""
+    """Warm a deployment up, and take the case's samples of these numbers."""
     await client.measure(case, prompts, 2 * CHUNK)
     found = []
-    for _ in range(requests):
-        found.append(await client.measure(case, prompts, tokens))
+    for number in numbers:
+        found.append(await client.measure(case, prompts, tokens, number))
         advance()
     return found
 
@@ -96,12 +96,10 @@ async def run(settings: VllmSettings, options: argparse.Namespace) -> dict[str, 
     prompts, chosen = Prompts(facts["vocab_size"]), _cases(options)
     samples: dict[str, list[Sample]] = {case.name: [] for case in chosen}
     with progress_bar("vllm: requests", options.requests * len(chosen)) as advance:
-        for number, requests in enumerate(_split(options.requests, options.blocks)):
-            for case in chosen if number % 2 == 0 else reversed(chosen):
+        for turn, numbers in enumerate(_split(options.requests, options.blocks)):
+            for case in chosen if turn % 2 == 0 else reversed(chosen):
                 async with served(settings, case) as client:
-                    samples[case.name] += await block(
-                        client, case, prompts, options.tokens, requests, advance
-                    )
+                    samples[case.name] += await block(client, case, prompts, options.tokens, numbers, advance)
     return samples
 
 
@@ -115,10 +113,10 @@ def report_on(
     report.goals += goals(chosen, samples, monolithic)
 
 
-def _split(requests: int, blocks: int) -> list[int]:
-    """So many requests in so many blocks, none of them empty."""
+def _split(requests: int, blocks: int) -> list[range]:
+    """The numbers of so many requests in so many blocks, none of them empty."""
     blocks = min(blocks, requests)
-    return [requests * (i + 1) // blocks - requests * i // blocks for i in range(blocks)]
+    return [range(requests * i // blocks, requests * (i + 1) // blocks) for i in range(blocks)]
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -132,7 +130,7 @@ def main() -> None:
         python=options.vllm_python,
         model_dir=light_model() if options.model == LIGHT_MODEL else resolve_model(options.model),
         dtype=options.dtype,
-        max_model_len=options.tokens + ANSWER_TOKENS + NEW_TOKENS + MAX_TOKENS + 2 * CHUNK,
+        max_model_len=options.tokens + max(ANSWER_TOKENS) + NEW_TOKENS + MAX_TOKENS + 2 * CHUNK,
         chunk=CHUNK,
         threads=options.threads,
         kv_gib=options.kv_memory,
@@ -160,7 +158,8 @@ def _conditions(settings: VllmSettings, options: argparse.Namespace) -> dict[str
         "upstream": options.upstream,
         "sampling": f"greedy, {MAX_TOKENS} tokens",
         "prompts": "random token ids, nothing shared",
-        "second_turn": f"{options.tokens} tokens, an answer of {ANSWER_TOKENS}, {NEW_TOKENS} new tokens",
+        "second_turn": f"{options.tokens} tokens, an answer of {min(ANSWER_TOKENS)} to {max(ANSWER_TOKENS)}, "
+        f"{NEW_TOKENS} new tokens",
         "engines": "1 prefill, 1 decode, 1 router: processes of this host; monolithic: 1 engine, no router",
     }
 

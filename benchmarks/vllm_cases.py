@@ -27,8 +27,9 @@ from kvhandoff.router.stream import FirstContent
 
 MAX_TOKENS = 4
 """Of a measured answer."""
-ANSWER_TOKENS = 16
-"""Of a conversation's first turn."""
+ANSWER_TOKENS = range(16, 32)
+"""Of a conversation's first turn, one after the other: histories end anywhere in a block. Upstream hands back
+the last one partly filled, this connector full ones only."""
 NEW_TOKENS = 100
 """Of a second turn, after the history."""
 DEADLINE_S = 30.0
@@ -98,22 +99,23 @@ class Client:
         self._url = url
         self._routed = routed
 
-    async def measure(self, case: Case, prompts: Prompts, tokens: int) -> Sample:
-        """One request of `tokens`, or a second turn after a history of about as many. Raises RuntimeError
-        when it was not served as the case says."""
+    async def measure(self, case: Case, prompts: Prompts, tokens: int, number: int = 0) -> Sample:
+        """The case's request of this number, with `tokens`, or a second turn after a history of about as
+        many. Raises RuntimeError when it was not served as the case says."""
         prompt, named = prompts.fresh(tokens), {}
         if case.second_turn:
             named = {"conversation_id": prompts.conversation()}
-            answered = await self._first_turn(case, prompt, named)
+            length = ANSWER_TOKENS[number % len(ANSWER_TOKENS)]
+            answered = await self._first_turn(case, _body(prompt, length) | named)
             prompt = [*prompt, *answered, *prompts.fresh(NEW_TOKENS)]
         body = _body(prompt, MAX_TOKENS) | named | {"stream": True}
         ttft_s, name = await self._stream(body, _headers(case))
         return Sample(ttft_s=ttft_s, phases=await self._phases(case, name) if self._routed else {})
 
-    async def _first_turn(self, case: Case, prompt: list[int], named: dict[str, str]) -> list[int]:
+    async def _first_turn(self, case: Case, body: dict[str, Any]) -> list[int]:
         """The answer's token ids."""
-        body = _body(prompt, ANSWER_TOKENS) | named | {"return_token_ids": True}
-        async with self._session.post(self._completions, json=body, headers=_headers(case)) as answer:
+        asked = body | {"return_token_ids": True}
+        async with self._session.post(self._completions, json=asked, headers=_headers(case)) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"{case.name}: HTTP {answer.status}: {await answer.text()}")
             read = await answer.json()

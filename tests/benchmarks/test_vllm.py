@@ -125,7 +125,9 @@ def test_all_cases_stand_beside_their_rivals() -> None:
 
 @pytest.mark.parametrize(("requests", "blocks", "split"), [(20, 2, [10, 10]), (5, 2, [2, 3]), (1, 3, [1])])
 def test_blocks(requests: int, blocks: int, split: list[int]) -> None:
-    assert _split(requests, blocks) == split
+    found = _split(requests, blocks)
+    assert [len(numbers) for numbers in found] == split
+    assert [number for numbers in found for number in numbers] == list(range(requests))
 
 
 @pytest.mark.parametrize("wrong", [["--requests", "0"], ["--only", "nobody"], ["--upstream", "patched"]])
@@ -181,9 +183,10 @@ async def test_a_sample_has_the_phases_of_its_record() -> None:
 @pytest.mark.usefixtures("_served_as_benchmarked")
 async def test_a_second_turn_follows_its_first() -> None:
     async with upstream_cluster() as c:
-        await client(c).measure(RETURN, Prompts(1000), 32)
+        await client(c).measure(RETURN, Prompts(1000), 32, number=21)
         first, second = await c.d.leg(), await c.d.leg()
         assert not first.body.get("stream")
+        assert first.body["max_tokens"] == 16 + 21 % 16
         assert second.body["prompt"][:37] == [*first.body["prompt"], *b"hello"]
         assert len(second.body["prompt"]) == 137
         await c.p.leg()
