@@ -3,7 +3,7 @@
 vLLM's CPU cache is memory that the kernel has promised only. So the first transfer into a block waits for its
 pages: 22,000 of them for 90 MB, which takes about as long as moving the bytes. (Linux; `madvise(2)`.)
 
-The pages stay small. On huge ones the transfer is no faster, and vLLM's own attention was about 4 % slower
+The pages stay small. On huge ones the transfer is no faster, and vLLM's own attention was about 5 % slower
 (2.97 s to 3.12 s for 4000 tokens, one thread): where blocks lie in memory then follows their addresses.
 """
 
