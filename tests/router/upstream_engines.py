@@ -161,6 +161,16 @@ async def held(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
     return await decode(engine, leg)
 
 
+async def waiting(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
+    """As a decode engine that is pushed to: for ever, if nobody writes."""
+    return await (decode if leg.params is None else held)(engine, leg)
+
+
+async def plain(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
+    """As an engine that hands nothing over."""
+    return web.json_response(leg.whole("x", None))
+
+
 async def failing(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
     """As an engine whose load failed under upstream's default policy."""
     return web.json_response({"error": {"message": "KV load failed"}}, status=500)

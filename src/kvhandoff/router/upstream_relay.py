@@ -33,7 +33,6 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.answering import Outcome, carry_through, pass_on
-from kvhandoff.router.answers import Answer
 from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import describe
@@ -48,7 +47,7 @@ from kvhandoff.router.policy import (
 )
 from kvhandoff.router.records import Draft, Records
 from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
-from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode, read_reference
+from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
 from kvhandoff.router.upstream_legs import Job, Refused, UpstreamFailed, UpstreamLegs
@@ -155,7 +154,7 @@ class UpstreamRelay:
                     extra=draft.log_fields(),
                 )
                 of_prefill = failure.engine.role == "prefill"
-                draft.because(Reason.PREFILL_FAILED if of_prefill else Reason.DECODE_FAILED)
+                draft.because(failure.reason)
                 job.avoid.add(failure.engine.url)
                 _write_off(job)
                 left = self._config.max_attempts - draft.attempts
@@ -181,11 +180,8 @@ class UpstreamRelay:
             job.draft.history = Identity(EngineId(kept.holder), Epoch(""))
         await self._target(job)  # no prompt is computed for a fleet that can't decode
         job.timer.mark(Phase.ROUTE)
-        answer = await self._legs.prefill(job, source, PULL_PREFILL if kept is None else kept.params)
+        reference = await self._legs.prefill(job, source, PULL_PREFILL if kept is None else kept.params)
         job.timer.mark(Phase.PREFILL_NETWORK)
-        reference = read_reference(answer.body)
-        if reference is None:
-            raise UpstreamFailed(source, "its answer has no kv_transfer_params; does it run NixlConnector?")
         target = await self._target(job, None if kept is None else kept.holder)
         job.timer.mark(Phase.BIND)
         return await self._legs.decode(job, target, reference)
@@ -202,17 +198,19 @@ class UpstreamRelay:
                     raise UpstreamFailed(source, "no answer in time", late=True) from failure
                 raise
             # It is done but for the last bytes of its answer, or the decode engine had all of the prompt.
-            await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
+            done, _ = await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
+            if done and isinstance(failure := beside.exception(), UpstreamFailed):
+                job.draft.because(failure.reason)  # though nobody waited for it
             return outcome
         finally:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
 
-    async def _prefill_beside(self, job: Job, source: UpstreamEngine) -> Answer:
+    async def _prefill_beside(self, job: Job, source: UpstreamEngine) -> msgspec.Raw:
         started = self._clock()
-        answer = await self._legs.prefill(job, source, PUSH_PREFILL)
+        reference = await self._legs.prefill(job, source, PUSH_PREFILL)
         job.draft.prefill_wall_s = self._clock() - started
-        return answer
+        return reference
 
     def _source(self, job: Job) -> UpstreamEngine | None:
         """The prefill engine, if the path needs one. When none is left, the path is local."""
