@@ -316,5 +316,7 @@ def test_bad_configurations() -> None:
         UpstreamConfig(connector="nixl-push", prefill=(UpstreamAddress.parse("http://h:2"),), decode=(d,))
     with pytest.raises(ConfigError, match="path: got 'push', allowed with nixl is auto, pull, local"):
         UpstreamConfig(connector="nixl", decode=(d,), path="push")
+    with pytest.raises(ConfigError, match="pair_tests: got 'maybe', allowed is auto, on, off"):
+        UpstreamConfig(connector="nixl", decode=(d,), pair_tests="maybe")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="connector: got 'mooncake'"):
         UpstreamConfig(connector="mooncake", decode=(d,))  # type: ignore[arg-type]

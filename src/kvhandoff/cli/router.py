@@ -246,7 +246,9 @@ def router(
             raise ConfigError(f"workers: got {workers}, allowed with --connector {connector.value} is 1")
         if fleet is not None or registration:
             raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
-        start = _upstream(connector, prefill, decode, host, port, path, return_mode, security, spans_to)
+        start = _upstream(
+            connector, prefill, decode, host, port, path, return_mode, pair_tests, security, spans_to
+        )
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
 
@@ -297,6 +299,7 @@ def _upstream(
     port: int,
     path: PathOption,
     return_mode: ReturnOption,
+    pair_tests: PairTestOption,
     security: Security,
     traces: str | None,
 ) -> Callable[[], Awaitable[Server]]:
@@ -312,6 +315,7 @@ def _upstream(
         port=port,
         path=path.value,
         keep_references=return_mode is not ReturnOption.OFF,
+        pair_tests=pair_tests.value,
         security=security,
         traces=traces,
     )

@@ -199,8 +199,8 @@ class UpstreamRelay:
                 raise
             # It is done but for the last bytes of its answer, or the decode engine had all of the prompt.
             done, _ = await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
-            if done and isinstance(failure := beside.exception(), UpstreamFailed):
-                job.draft.because(failure.reason)  # though nobody waited for it
+            if done and isinstance(unneeded := beside.exception(), UpstreamFailed):
+                job.draft.because(unneeded.reason)  # though nobody waited for it
             return outcome
         finally:
             beside.cancel()
