@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import check_host
 from kvhandoff.router.config import PAIR_TEST_CHOICES, PairTestChoice, Timeouts
 from kvhandoff.router.policy import PathChoice
 from kvhandoff.router.security import Security
@@ -95,6 +96,7 @@ class UpstreamConfig:
     def __post_init__(self) -> None:
         if not self.decode:
             raise ConfigError("decode: got no URL, allowed is one URL or more")
+        check_host("host", self.host)
         given = [address.url for address in self.prefill + self.decode]
         twice = sorted({url for url in given if given.count(url) > 1})
         if twice:
