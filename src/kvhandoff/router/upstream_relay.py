@@ -33,7 +33,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.answering import Outcome, carry_through, pass_on
-from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import describe
 from kvhandoff.router.policy import (
@@ -45,8 +45,8 @@ from kvhandoff.router.policy import (
     RequestSummary,
     requested_path,
 )
+from kvhandoff.router.reading import read_request
 from kvhandoff.router.records import Draft, Records
-from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
 from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
@@ -98,27 +98,15 @@ class UpstreamRelay:
             return pass_on(draft, refused.answer)
 
     async def _admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Job:
-        config, caller = self._config, request[CALLER]
-        draft.tenant = caller.name
+        config = self._config
+        draft.tenant = request[CALLER].name
         choice = requested_path(request.headers.get(PATH_HEADER), config.path)
         if choice not in config.paths:
             allowed = ", ".join(config.paths)
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
-        draft.charge = await caller.charge(draft.because)
-        raw = await wire.read_body(request, config.max_body_bytes, config.timeouts.body_s)
-        fields = caller.salted(parse_body(raw))
-        summary = summarize(fields, draft.endpoint)
-        served = caller.models(self._fleet.models())
-        if not self._fleet.models():
-            raise unavailable("no decode engine has answered yet", code=Reason.NO_DECODE_ENGINE)
-        draft.model = read_model(fields, ", ".join(sorted(served)))
-        caller.check_model(draft.model)
-        if draft.model not in served:
-            raise unknown_model(draft.model, served)
-        if draft.charge.counts_tokens:
-            await draft.charge.reserve(token_bound(fields, summary, served[draft.model] or UNKNOWN_CONTEXT))
+        fields, summary = await read_request(request, draft, self._fleet.models, config)
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)
