@@ -67,9 +67,17 @@ class PairKind:
             sides = [f",internal=http://{HOST}:{engine.spec.side_port}" for engine in (prefill, decode)]
         else:
             sides = [f",engine_id=prefill,side_channel={HOST}:{prefill.spec.side_port}", ""]
-        quiet = ["--pair-tests", "off"] if self.connector == "kvhandoff" else []
         addresses = ("--prefill", prefill.url + sides[0], "--decode", decode.url + sides[1])
-        return ["router", "--log-level", "warning", "--connector", self.connector, *quiet, *addresses]
+        return [
+            "router",
+            "--log-level",
+            "warning",
+            "--connector",
+            self.connector,
+            "--pair-tests",
+            "off",
+            *addresses,
+        ]
 
 
 KVHANDOFF = "kvhandoff"

@@ -33,6 +33,12 @@ def test_what_a_worker_is_started_with() -> None:
         (["--workers", "0"], "--workers"),
         (["--workers", "2"], "workers: got 2 with --index memory, allowed is 1"),
         (["--workers", "2", "--connector", "nixl"], "workers: got 2, allowed with --connector nixl is 1"),
+        (
+            ["--worker", "0"],
+            "worker, doors: got 0 of 1 and no folder, allowed is neither: --workers N starts",
+        ),
+        (["--doors", "/d"], "worker, doors: got None of 1 and /d, allowed is neither"),
+        (["--worker", "2", "--workers", "2", "--doors", "/d"], "worker, doors: got 2 of 2 and /d, allowed"),
     ],
 )
 def test_bad_flags(arguments: list[str], said: str) -> None:

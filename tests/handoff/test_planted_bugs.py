@@ -17,6 +17,7 @@ from kvhandoff.handoff.messages import ClaimGranted
 from kvhandoff.handoff.node import HandoffNode
 from kvhandoff.handoff.offers import Offer, OfferLedger
 from kvhandoff.handoff.peers import Peer, PeerBook
+from kvhandoff.handoff.read_quarantine import ReadQuarantine
 from kvhandoff.handoff.reads import ReadLedger
 from kvhandoff.handoff.writes import WriteLedger, _Over
 from tests.handoff.deaths import Deaths
@@ -182,7 +183,7 @@ def offers_never_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReadLedger, "_fenced", lambda self, key: [])
+    patch.setattr(ReadQuarantine, "fenced", lambda self, key: [])
 
 
 def claims_without_deadline(patch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.router.upstream_config import UpstreamAddress, UpstreamConfig
 from tests.router.upstream_engines import (
+    MODEL,
     PULL_PREFILL,
     WAIT_S,
     UpstreamLeg,
@@ -18,8 +18,10 @@ from tests.router.upstream_engines import (
     decode,
     failing,
     held,
+    plain,
     refusing,
     upstream_cluster,
+    waiting,
 )
 
 
@@ -161,15 +163,51 @@ async def test_no_attempt_is_left() -> None:
 
 
 async def test_an_answer_without_a_reference_is_not_decoded_on() -> None:
-    async def plain(engine: UpstreamMock, leg: UpstreamLeg) -> Any:
-        return web.json_response(leg.whole("x", None))
-
     async with upstream_cluster("nixl", max_attempts=1) as c:
         c.p.script = plain
         status, answer = await c.post()
-        assert (status, answer["error"]["code"]) == (502, "prefill_failed")
-        assert "does it run NixlConnector?" in answer["error"]["message"]
+        assert (status, answer["error"]["code"]) == (502, "no_reference")
+        assert answer["error"]["message"] == (
+            f"prefill engine at {c.p.url}: its answer has no kv_transfer_params"
+        )
         assert c.d.legs.empty()
+
+
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
+async def test_an_answer_without_a_reference_is_said(connector: str) -> None:
+    """Nobody reads from such an engine. Pushed, the other leg would wait for a writer that never comes."""
+    async with upstream_cluster(connector, max_attempts=2) as c:
+        c.p.script = plain
+        if connector == "nixl-push":
+            c.d.script = waiting
+        status, answer = await c.post()
+        assert (status, answer["choices"][0]["text"]) == (200, "hello")
+        record = await c.record(answer["id"])
+        async with c.session.get(f"{c.url}/metrics") as page:
+            counted = 'kvhandoff_router_reasons_total{kind="failure",reason="no_reference"} 1.0'
+            assert counted in await page.text()
+    assert (record["path"], record["attempts"], record["reasons"]) == ("local", 2, ["no_reference"])
+
+
+async def test_a_missing_reference_that_nobody_waited_for_is_said_too() -> None:
+    """The decode engine had the whole prompt, and has begun to answer."""
+    async with upstream_cluster("nixl-push", timeouts={"linger_s": WAIT_S}) as c:
+
+        async def later(engine: UpstreamMock, leg: UpstreamLeg) -> Any:
+            await engine.gate.wait()
+            return await plain(engine, leg)
+
+        c.p.script = later
+        body = {"model": MODEL, "prompt": "a prompt", "stream": True}
+        async with c.session.post(f"{c.url}/v1/completions", json=body) as response:
+            await response.content.readany()
+            c.p.gate.set()
+            await response.read()
+            record = await c.record(response.headers["X-Request-Id"])
+            while record["status"] is None:
+                record = await c.record(record["handoff_id"])
+    assert (record["status"], record["path"], record["attempts"]) == (200, "push", 1)
+    assert record["reasons"] == ["no_reference"]
 
 
 @pytest.mark.parametrize(
@@ -278,5 +316,7 @@ def test_bad_configurations() -> None:
         UpstreamConfig(connector="nixl-push", prefill=(UpstreamAddress.parse("http://h:2"),), decode=(d,))
     with pytest.raises(ConfigError, match="path: got 'push', allowed with nixl is auto, pull, local"):
         UpstreamConfig(connector="nixl", decode=(d,), path="push")
+    with pytest.raises(ConfigError, match="pair_tests: got 'maybe', allowed is auto, on, off"):
+        UpstreamConfig(connector="nixl", decode=(d,), pair_tests="maybe")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="connector: got 'mooncake'"):
         UpstreamConfig(connector="mooncake", decode=(d,))  # type: ignore[arg-type]

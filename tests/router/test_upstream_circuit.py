@@ -12,13 +12,16 @@ from kvhandoff.router import breaker
 from tests.router.upstream_engines import (
     MODEL,
     WAIT_S,
+    Script,
     UpstreamCluster,
     UpstreamMock,
     decode,
     failing,
     held,
+    plain,
     refusing,
     upstream_cluster,
+    waiting,
 )
 
 LOCAL = {"x-kvhandoff-path": "local"}
@@ -55,10 +58,12 @@ async def test_a_failing_decode_engine_rests() -> None:
         assert await rests(c) == [False, True, False]
 
 
+@pytest.mark.parametrize("script", [failing, plain])
 @pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
-async def test_a_failing_prefill_engine_rests(connector: str) -> None:
+async def test_a_failing_prefill_engine_rests(connector: str, script: Script) -> None:
+    """Also one that answers, but leaves nothing to be handed over."""
     async with upstream_cluster(connector) as c:
-        c.p.script = failing
+        c.p.script = script
         if connector == "nixl-push":
             c.d.script = waiting
         await requests(c, 4)
@@ -68,11 +73,6 @@ async def test_a_failing_prefill_engine_rests(connector: str) -> None:
         record = await c.record(answer["id"])
         assert (record["path"], record["attempts"]) == ("local", 1)
         assert record["reasons"] == ["no_prefill_engine"]
-
-
-async def waiting(engine: UpstreamMock, leg: Any) -> Any:
-    """As a decode engine that is pushed to: for ever, if nobody writes."""
-    return await (decode if leg.params is None else held)(engine, leg)
 
 
 async def test_nobody_is_blamed_for_the_other_leg() -> None:

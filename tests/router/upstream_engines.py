@@ -34,6 +34,10 @@ PULL_PREFILL = {
 """What upstream's prefill engine is sent when there is nothing to read."""
 
 
+PROBE_PROMPT = [1, 2, 3, 4]
+"""Of the legs by which the router finds out what an engine runs."""
+
+
 @dataclass
 class UpstreamLeg:
     """One request that an engine got."""
@@ -78,6 +82,14 @@ class UpstreamMock:
         self.gate = asyncio.Event()
         """What `held` scripts wait for."""
         self.health = 200
+        self.polls = 0
+        """How often it was asked for it."""
+        self.transfer_mode: str | None = "pull"
+        """Of its connector; empty: vLLM is too old to name it; None: it has no connector."""
+        self.probes: asyncio.Queue[UpstreamLeg] = asyncio.Queue()
+        """Legs that ask for its connector."""
+        self.probed: Script = answer_probe
+        """What it answers them."""
         self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -120,6 +132,7 @@ class UpstreamMock:
         return await asyncio.wait_for(self.legs.get(), WAIT_S)
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.polls += 1
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -127,12 +140,25 @@ class UpstreamMock:
 
     async def _leg(self, request: web.Request) -> web.StreamResponse:
         leg = UpstreamLeg(request.path, msgspec.json.decode(await request.read()), request.headers, request)
+        if leg.body.get("prompt") == PROBE_PROMPT:
+            self.probes.put_nowait(leg)
+            return await self.probed(self, leg)
         self.legs.put_nowait(leg)
         try:
             return await self.script(self, leg)
         except asyncio.CancelledError:
             self.cancelled.put_nowait(leg)
             raise
+
+
+async def answer_probe(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
+    """As an engine of either role answers a prefill leg, by its connector."""
+    assert (leg.path, leg.body["max_tokens"], leg.params) == ("/v1/completions", 1, PULL_PREFILL)
+    assert leg.body["model"] == MODEL
+    if engine.transfer_mode is None:
+        return await plain(engine, leg)
+    named = {"transfer_mode": engine.transfer_mode} if engine.transfer_mode else {}
+    return web.json_response(leg.whole("x", {"do_remote_prefill": True, **engine.reference, **named}))
 
 
 async def prefill(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
@@ -159,6 +185,16 @@ async def held(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
     """Answers when the gate is opened."""
     await engine.gate.wait()
     return await decode(engine, leg)
+
+
+async def waiting(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
+    """As a decode engine that is pushed to: for ever, if nobody writes."""
+    return await (decode if leg.params is None else held)(engine, leg)
+
+
+async def plain(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
+    """As an engine that hands nothing over."""
+    return web.json_response(leg.whole("x", None))
 
 
 async def failing(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
@@ -228,26 +264,30 @@ async def upstream_cluster(
     n_decode: int = 1,
     timeouts: dict[str, float] | None = None,
     clock: Callable[[], float] | None = None,
+    prepare: Callable[[list[UpstreamMock], list[UpstreamMock]], None] = lambda prefill, decode: None,
     **config: Any,
 ) -> AsyncIterator[UpstreamCluster]:
-    """A router between engines of one connector."""
+    """A router between engines of one connector. `prepare` may change the prefill and the decode engines
+    before the router sees them."""
     async with AsyncExitStack() as stack:
         prefills = [UpstreamMock(f"p{i}", prefill) for i in range(n_prefill)]
         decodes = [UpstreamMock(f"d{i}", decode) for i in range(n_decode)]
+        for engine in prefills + decodes:
+            engine.transfer_mode = "push" if connector == "nixl-push" else "pull"
+        prepare(prefills, decodes)
         for engine in prefills + decodes:
             await engine.start()
             stack.push_async_callback(engine.stop)
         settings = UpstreamConfig(
             connector=connector,  # type: ignore[arg-type]
             prefill=tuple(
-                UpstreamAddress.parse(f"{p.url},engine_id={p.name},side_channel=10.0.0.7:5601")
-                for p in prefills
+                UpstreamAddress.parse(f"{p.url},engine_id=p{i},side_channel=10.0.0.7:5601")
+                for i, p in enumerate(prefills)
             ),
             decode=tuple(UpstreamAddress.parse(d.url) for d in decodes),
             port=0,
-            poll_interval_s=60.0,
             timeouts=replace(Timeouts(), **(timeouts or {})),
-            **config,
+            **{"poll_interval_s": 60.0, **config},
         )
         server = await serve_upstream(settings, **({} if clock is None else {"clock": clock}))
         stack.push_async_callback(server.close)

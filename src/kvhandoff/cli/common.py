@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import check_host
 from kvhandoff.handoff.signing import check_cluster_key
 
 CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
@@ -40,6 +41,7 @@ def cluster_key(file: Path | None) -> bytes:
 
 def check_port(host: str, port: int) -> None:
     """Find a used port before a model is loaded, not after. Raises ConfigError."""
+    check_host("host", host)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

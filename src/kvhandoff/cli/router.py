@@ -227,6 +227,9 @@ def router(
     set_up_logging(log_level, log_format, "router" if worker is None else f"router worker {worker}")
     spans_to = traces_endpoint(traces)
     security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
+    if (worker is None) != (doors is None) or (worker is not None and worker >= workers):
+        given = f"worker, doors: got {worker} of {workers} and {doors or 'no folder'}"
+        raise ConfigError(f"{given}, allowed is neither: --workers N starts its workers itself")
     if not (decode or fleet or registration):
         raise ConfigError("--decode: got none, allowed is one or more, --fleet FILE, or --registration")
     if connector is not ConnectorOption.KVHANDOFF:
@@ -246,7 +249,9 @@ def router(
             raise ConfigError(f"workers: got {workers}, allowed with --connector {connector.value} is 1")
         if fleet is not None or registration:
             raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
-        start = _upstream(connector, prefill, decode, host, port, path, return_mode, security, spans_to)
+        start = _upstream(
+            connector, prefill, decode, host, port, path, return_mode, pair_tests, security, spans_to
+        )
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
 
@@ -297,6 +302,7 @@ def _upstream(
     port: int,
     path: PathOption,
     return_mode: ReturnOption,
+    pair_tests: PairTestOption,
     security: Security,
     traces: str | None,
 ) -> Callable[[], Awaitable[Server]]:
@@ -312,6 +318,7 @@ def _upstream(
         port=port,
         path=path.value,
         keep_references=return_mode is not ReturnOption.OFF,
+        pair_tests=pair_tests.value,
         security=security,
         traces=traces,
     )

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import msgspec
 
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
 from kvhandoff.cli.common import stop_event
+from kvhandoff.cli.doors import doors_folder
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.web import cannot_listen
 
@@ -40,13 +39,16 @@ async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> No
     """
     stop = stop_event(lifeline=lifeline)
     given = [argument for argument in sys.argv[1:] if argument != "--lifeline"]
-    doors = Path(tempfile.mkdtemp(prefix="kvhandoff-"))  # only this user may enter it
-    held = _hold(host, port)
-    port = held.getsockname()[1]
-    workers = [
-        Child(f"worker {i}", worker_arguments(given, i, count, port, doors), dict(os.environ), port=port)
-        for i in range(count)
-    ]
+    with doors_folder() as doors, _hold(host, port) as held:
+        port = held.getsockname()[1]
+        workers = [
+            Child(f"worker {i}", worker_arguments(given, i, count, port, doors), dict(os.environ), port=port)
+            for i in range(count)
+        ]
+        await _keep(workers, stop)
+
+
+async def _keep(workers: Sequence[Child], stop: asyncio.Event) -> None:
     keepers: list[asyncio.Task[None]] = []
     try:
         starting = asyncio.gather(*(worker.start() for worker in workers))
@@ -62,7 +64,7 @@ async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> No
             stopping.cancel()
         sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
         sys.stdout.flush()
-        log.info("%d workers at %s", count, facts["url"])
+        log.info("%d workers at %s", len(workers), facts["url"])
         keepers = [asyncio.create_task(keep_running(worker, log.warning)) for worker in workers]
         await stop.wait()
     except ChildFailed as error:
@@ -72,8 +74,6 @@ async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> No
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in workers))
-        held.close()
-        shutil.rmtree(doors, ignore_errors=True)
 
 
 def _hold(host: str, port: int) -> socket.socket:

@@ -61,6 +61,7 @@ class Reason(StrEnum):
     BAD_REFERENCE = "bad_reference"
     NO_DECODE_ENGINE = "no_decode_engine"
     PREFILL_FAILED = "prefill_failed"
+    NO_REFERENCE = "no_reference"
     DECODE_FAILED = "decode_failed"
     INDEX_TIMEOUT = "index_timeout"
     INDEX_FAILED = "index_failed"

@@ -1,4 +1,4 @@
-"""URLs that a person has written."""
+"""URLs and hosts that a person has written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from urllib.parse import urlsplit
 from kvhandoff.core.errors import ConfigError
 
 _WANTED = "http://HOST:PORT or https://HOST:PORT"
+
+
+def check_host(name: str, host: str) -> None:
+    """Raises ConfigError unless it can be where a server listens. The operating system takes an empty one for
+    all addresses, which have to be asked for."""
+    try:
+        usable = bool(host.encode("idna"))
+    except UnicodeError:  # e.g. a label of no characters, or of more than 63
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"{name}: got {host!r}, allowed is an address or a name; 0.0.0.0 or :: is all of them"
+        )
 
 
 def check_url(name: str, url: str) -> None:

@@ -1,4 +1,4 @@
-"""The destination's side of a pull: reads, verified by claims, and the quarantine of their target blocks.
+"""The destination's side of a pull: reads, verified by claims.
 
 A read waits for two things that run side by side: the bytes (*transfer*) and the proof that they are the
 right ones (*claim*). Each has its own states; the read ends when both are in, or as soon as one can't be.
@@ -95,7 +95,8 @@ chain and no fence of an earlier read is owed. What a read has landed counts whi
 neither read nor loaded. A read without blocks is queued; each claim says whether it is.
 
 Rules of docs/protocol.md upheld here: *right KV or none*: `_resolve` is the only place that says `Loaded`;
-*no use after free* of one's own targets: `_let_go` frees only what no posted transfer can still reach;
+*no use after free* of one's own targets: `_let_go` frees only what no posted transfer can still reach, and
+gives the rest to `read_quarantine.py`;
 *no wait without a deadline*: `_expire`, which names the next step of each; *every fallback has a reason*.
 """
 
@@ -113,13 +114,13 @@ from kvhandoff.handoff.events import (
     LoadAllocated,
     Loaded,
     Missed,
-    Noted,
     PostRead,
     ReadWanted,
     Send,
 )
 from kvhandoff.handoff.messages import Claim, ClaimDeclined, ClaimGranted, OfferDescriptor, OfferRef, Release
 from kvhandoff.handoff.peers import Peer, PeerBook
+from kvhandoff.handoff.read_quarantine import ReadQuarantine
 from kvhandoff.handoff.settings import HandoffSettings
 
 
@@ -169,16 +170,6 @@ class _Read:
         return self.read_deadline is not None and self.landed_at is None
 
 
-@dataclass(slots=True)
-class _Quarantined:
-    """Targets of a read that has ended before its transfer."""
-
-    source: Identity
-    blocks: tuple[int, ...]
-    overdue_at: float
-    overdue: bool = False
-
-
 class ReadLedger:
     """All reads of one engine. Time comes in with each call, in seconds of the engine's own clock."""
 
@@ -186,7 +177,7 @@ class ReadLedger:
         self._settings = settings
         self._peers = peers
         self._reads: dict[HandoffKey, _Read] = {}
-        self._quarantine: dict[HandoffKey, _Quarantined] = {}
+        self._quarantine = ReadQuarantine(settings.fence_s)
         self._claims = 0
         """Counts the claims of this engine's life: an answer to another read's never fits."""
 
@@ -200,18 +191,18 @@ class ReadLedger:
 
     def quarantined(self) -> list[int]:
         """Targets of ended reads whose transfer has no fence yet."""
-        return [block for entry in self._quarantine.values() for block in entry.blocks]
+        return self._quarantine.blocks()
 
     def reading_from(self, peer: Identity) -> bool:
         """Whether a transfer from this life is in flight, wanted or not."""
         reading = any(read.in_flight and read.offer.source == peer for read in self._reads.values())
-        return reading or any(entry.source == peer for entry in self._quarantine.values())
+        return reading or self._quarantine.owed_by(peer)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next."""
         times = [time for read in self._reads.values() for time in _times(read)]
-        times += [entry.overdue_at for entry in self._quarantine.values() if not entry.overdue]
-        return min(times, default=None)
+        overdue_at = self._quarantine.next_deadline()
+        return min(times if overdue_at is None else [*times, overdue_at], default=None)
 
     # ------------------------------------------------------------------------------ the engine's events
 
@@ -232,7 +223,7 @@ class ReadLedger:
         )
         self._reads[read.key] = read
         source = read.offer.source
-        if self._owes_fence(source):
+        if self._quarantine.owed_by(source, overdue=True):
             return self._miss(now, read, Reason.PEER_UNREACHABLE, f"{source} owes the fence of another read")
         if self._peers.up(read.offer.control_address, source) is None:
             return self._greet(now, read)
@@ -270,7 +261,7 @@ class ReadLedger:
         """The fence of a transfer that went well."""
         read = self._reads.get(key)
         if read is None or not read.in_flight:
-            return self._fenced(key)
+            return self._quarantine.fenced(key)
         read.landed_at = now
         return self._resolve(now, read)
 
@@ -278,7 +269,7 @@ class ReadLedger:
         """The fence of a transfer that did not."""
         read = self._reads.get(key)
         if read is None or not read.in_flight:
-            return self._fenced(key)
+            return self._quarantine.fenced(key)
         read.read_deadline = None
         return self._miss(now, read, Reason.TRANSFER_FAILED, f"from {read.offer.source}: {error}")
 
@@ -345,12 +336,7 @@ class ReadLedger:
     def tick(self, now: float) -> list[Effect]:
         """Send again, renew, give up: whatever is due."""
         effects = [effect for read in list(self._reads.values()) for effect in self._expire(now, read)]
-        for key, entry in self._quarantine.items():
-            if not entry.overdue and now >= entry.overdue_at:
-                entry.overdue = True
-                detail = f"{len(entry.blocks)} blocks, from {entry.source}"
-                effects.append(Noted(key, Reason.FENCE_OVERDUE, detail))
-        return effects
+        return [*effects, *self._quarantine.tick(now)]
 
     # ----------------------------------------------------------------------------------------- the steps
 
@@ -389,7 +375,7 @@ class ReadLedger:
         peer = self._peers.up(offer.control_address, offer.source)
         if peer is None:
             return self._greet(now, read)
-        if self._owes_fence(offer.source):
+        if self._quarantine.owed_by(offer.source, overdue=True):
             detail = f"{offer.source} owes the fence of another read"
             return self._miss(now, read, Reason.PEER_UNREACHABLE, detail)
         if read.matched_tokens is None and not self._may_begin(read):
@@ -457,23 +443,15 @@ class ReadLedger:
         if not read.targets:
             return []
         if read.in_flight:
-            overdue_at = now + self._settings.fence_s
-            self._quarantine[read.key] = _Quarantined(read.offer.source, read.targets, overdue_at)
+            self._quarantine.add(now, read.key, read.offer.source, read.targets)
             return []
         return [FreeBlocks(read.targets)]
-
-    def _fenced(self, key: HandoffKey) -> list[Effect]:
-        entry = self._quarantine.pop(key, None)
-        return [] if entry is None else [FreeBlocks(entry.blocks)]
 
     def _may_begin(self, read: _Read) -> bool:
         """Before the claim is answered only what is described as the request's own chain is worth a read, and
         only from a source that owes nothing: one that is silent would get ever more blocks."""
         promised = isinstance(read.offer, OfferDescriptor) and read.offer.digest == read.chain.digest()
-        return promised and not any(e.source == read.offer.source for e in self._quarantine.values())
-
-    def _owes_fence(self, source: Identity) -> bool:
-        return any(entry.overdue and entry.source == source for entry in self._quarantine.values())
+        return promised and not self._quarantine.owed_by(read.offer.source)
 
     def _release(self, read: _Read, *, done: bool) -> Send:
         release = Release(offer=read.offer.key, reader=read.key, seq=read.seq, done=done)

@@ -9,8 +9,7 @@ from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router import wire
-from kvhandoff.router.access import CALLER, Caller
-from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.access import CALLER
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.conversations import Conversations, Place
 from kvhandoff.router.endpoints import Endpoint
@@ -32,8 +31,8 @@ from kvhandoff.router.policy import (
     tokens_of,
 )
 from kvhandoff.router.prefixes import Prefixes
+from kvhandoff.router.reading import read_request
 from kvhandoff.router.records import Draft
-from kvhandoff.router.token_bound import token_bound
 
 
 class Admission:
@@ -57,20 +56,12 @@ class Admission:
 
     async def admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
         """Read the request and choose its path. Raises RequestError."""
-        config, caller = self._config, request[CALLER]
-        draft.tenant = caller.name
+        config = self._config
+        draft.tenant = request[CALLER].name
         draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
-        draft.charge = await caller.charge(draft.because)
-        raw = await wire.read_body(request, config.max_body_bytes, config.timeouts.body_s)
-        fields = caller.salted(parse_body(raw))
-        if draft.endpoint is Endpoint.RESPONSES:
-            check_stateless(fields)
-        summary = summarize(fields, draft.endpoint)
-        longest = self._check_model(fields, summary, caller)
-        draft.model = summary.model
-        if draft.charge.counts_tokens:
-            await draft.charge.reserve(token_bound(fields, summary, longest))
+        fields, summary = await read_request(request, draft, self._fleet.models, config)
+        self._check_endpoint(summary)
         x = Exchange(
             request=request,
             fields=fields,
@@ -145,20 +136,11 @@ class Admission:
         known = None if accounted else self._prefixes.tokens(history.key)
         return history.n_tokens if known is None else min(known, history.n_tokens)
 
-    def _check_model(self, fields: Fields, summary: RequestSummary, caller: Caller) -> int:
-        """The model's context in tokens."""
-        models, endpoint = self._fleet.models(), summary.endpoint
-        if not models:
-            raise unavailable("no decode engine has reported yet", code=Reason.NO_DECODE_ENGINE)
-        served, model = caller.models(models), summary.model
-        if model not in served:
-            model = read_model(fields, ", ".join(sorted(served)))
-            caller.check_model(model)
-            raise unknown_model(model, served)
+    def _check_endpoint(self, summary: RequestSummary) -> None:
+        endpoint, model = summary.endpoint, summary.model
         if endpoint is Endpoint.RESPONSES and not self._fleet.serves_responses(model):
             why = f"{endpoint.path}: the engines of {model!r} don't serve it; {Endpoint.CHAT.path} they do"
             raise RequestError(why, status=501, code="unsupported_endpoint")
-        return served[model]
 
 
 def tolerate_miss(config: RouterConfig, why: str, reason: Reason) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import check_host
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router.address import DNS, EngineAddress, EngineName, parse_address, parse_name
@@ -146,6 +147,7 @@ class RouterConfig:
             raise ConfigError(f"prefill, decode: got {', '.join(twice)} more than once, allowed is once")
         if not self.cluster_key:
             raise ConfigError("cluster_key: got an empty key, allowed is one byte or more")
+        check_host("host", self.host)
         check_index(self.index)
         _check_choice("path", self.path, PATH_CHOICES)
         _check_choice("return_mode", self.return_mode, RETURN_CHOICES)

@@ -118,6 +118,7 @@ COMPONENTS: Final[Schema] = {
             "healthy": {"type": "boolean"},
             "problem": _nullable("string", "Why it gets no legs."),
             "rests": {"type": "boolean", "description": "It is avoided for a while, as its legs failed."},
+            "transfer_mode": _nullable("string", "Of upstream's connectors: what the engine says it runs."),
             "draining": {"type": "boolean", "description": "It gets no new legs."},
             "drained": {"type": "boolean", "description": "It can be stopped."},
             "legs": {"type": "integer", "description": "Of this router, under way."},

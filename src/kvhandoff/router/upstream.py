@@ -55,9 +55,7 @@ class UpstreamFront(Pages):
             engine_session(connect_s, security) as session,
             leg_client(connect_s, security) as client,
         ):
-            self._fleet = UpstreamFleet(
-                config.prefill, config.decode, session, config.timeouts, config.poll_interval_s, self._clock
-            )
+            self._fleet = UpstreamFleet(config, session, self._clock)
             self._relay = UpstreamRelay(config, self._fleet, client, self._records, self._clock)
             await self._fleet.start()
             try:
@@ -85,6 +83,7 @@ class UpstreamFront(Pages):
                 "healthy": engine.healthy,
                 "problem": engine.problem,
                 "rests": engine.circuit.rests,
+                "transfer_mode": engine.transfer_mode,
             }
             for engine in self._fleet.engines
         ]

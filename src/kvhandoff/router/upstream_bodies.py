@@ -79,6 +79,17 @@ def decode_body(client: Fields, params: msgspec.Raw | None) -> bytes:
     return msgspec.json.encode(fields if params is None else {**fields, PARAMS: params})
 
 
+_PROBE_PROMPT = [1, 2, 3, 4]
+"""Token ids that every vocabulary has. Several, since some models' prefill engines leave the last one to the
+decode engine."""
+
+
+def probe_body(model: str) -> bytes:
+    """A prefill leg that serves no request, with the fields that either connector's takes."""
+    fields = {"model": model, "prompt": _PROBE_PROMPT, "max_tokens": 1, "temperature": 0, "stream": False}
+    return msgspec.json.encode({**fields, PARAMS: PULL_PREFILL})
+
+
 def read_reference(answer: bytes) -> msgspec.Raw | None:
     """The `kv_transfer_params` of an engine's answer, unread; None when it has none."""
     try:

@@ -7,7 +7,8 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
-from kvhandoff.router.config import Timeouts
+from kvhandoff.core.urls import check_host
+from kvhandoff.router.config import PAIR_TEST_CHOICES, PairTestChoice, Timeouts
 from kvhandoff.router.policy import PathChoice
 from kvhandoff.router.security import Security
 
@@ -15,6 +16,11 @@ UpstreamConnector = Literal["nixl", "nixl-push"]
 """`nixl`: vLLM's NixlConnector, whose decode engines read; `nixl-push`: its NixlPushConnector, whose prefill
 engines write."""
 UPSTREAM_CONNECTORS: tuple[UpstreamConnector, ...] = get_args(UpstreamConnector)
+
+CONNECTOR_CLASSES: dict[UpstreamConnector, str] = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
+"""`kv_connector` of the engines' --kv-transfer-config."""
+MODES: dict[UpstreamConnector, Literal["pull", "push"]] = {"nixl": "pull", "nixl-push": "push"}
+"""Who moves the KV; the engines' `transfer_mode`."""
 
 SIDE_CHANNEL_PORT = 5600
 """vLLM's default for VLLM_NIXL_SIDE_CHANNEL_PORT."""
@@ -74,6 +80,9 @@ class UpstreamConfig:
     Engines that don't run with `bidirectional_kv_xfer` answer nothing."""
     reference_s: float = 480.0
     """How long such an answer is good for: vLLM's default for `decoder_kv_blocks_ttl`, in seconds."""
+    pair_tests: PairTestChoice = "auto"
+    """Whether engines are asked for their connector when they come up: `auto` and `on`, if there are prefill
+    engines; `off`."""
     max_attempts: int = 3
     poll_interval_s: float = 1.0
     max_body_bytes: int = 32 * 2**20
@@ -87,6 +96,7 @@ class UpstreamConfig:
     def __post_init__(self) -> None:
         if not self.decode:
             raise ConfigError("decode: got no URL, allowed is one URL or more")
+        check_host("host", self.host)
         given = [address.url for address in self.prefill + self.decode]
         twice = sorted({url for url in given if given.count(url) > 1})
         if twice:
@@ -98,6 +108,9 @@ class UpstreamConfig:
             raise ConfigError(
                 f"path: got {self.path!r}, allowed with {self.connector} is {', '.join(self.paths)}"
             )
+        if self.pair_tests not in PAIR_TEST_CHOICES:
+            allowed = ", ".join(PAIR_TEST_CHOICES)
+            raise ConfigError(f"pair_tests: got {self.pair_tests!r}, allowed is {allowed}")
         for address in self.prefill:
             if self.connector == "nixl-push" and not address.engine_id:
                 raise ConfigError(
@@ -108,7 +121,7 @@ class UpstreamConfig:
     @property
     def mode(self) -> Literal["pull", "push"]:
         """The path of whatever is handed over."""
-        return "pull" if self.connector == "nixl" else "push"
+        return MODES[self.connector]
 
     @property
     def paths(self) -> tuple[PathChoice, ...]:

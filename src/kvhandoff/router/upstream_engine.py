@@ -1,4 +1,5 @@
-"""One stock vLLM engine as the router knows it: whether it answers, what it serves, the legs reserved on it.
+"""One stock vLLM engine as the router knows it: whether it answers, what it serves, which connector it runs,
+the legs reserved on it.
 
 It reports no state: nothing is known of its queue, its blocks, or its lives.
 """
@@ -19,7 +20,8 @@ from kvhandoff.router.breaker import Circuit
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.engine import MISSED_POLLS, Role, describe, refuses_connection
 from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView
-from kvhandoff.router.upstream_config import UpstreamAddress
+from kvhandoff.router.upstream_config import UpstreamAddress, UpstreamConfig, UpstreamConnector
+from kvhandoff.router.upstream_probe import ConnectorCheck
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,9 @@ class UpstreamEngine:
         session: aiohttp.ClientSession,
         timeouts: Timeouts,
         clock: Clock,
+        connector: UpstreamConnector | None,
     ) -> None:
+        """`connector`: the one that it has to run; None: any, or none."""
         self.address = address
         self.url = address.url
         self.role = role
@@ -63,6 +67,7 @@ class UpstreamEngine:
         self.silence = Alarm()
         """Rings when it stops answering."""
         self.circuit = Circuit(str(self), clock)
+        self._check = connector and ConnectorCheck(address, role, connector, session, clock)
         self._session = session
         self._poll_s = timeouts.poll_s
         self._missed = 0
@@ -70,6 +75,11 @@ class UpstreamEngine:
     @property
     def healthy(self) -> bool:
         return self.problem is None
+
+    @property
+    def transfer_mode(self) -> str | None:
+        """`pull` or `push`, as it has said; None: it has not, or was not asked."""
+        return self._check.mode if self._check else None
 
     def __str__(self) -> str:
         return f"{self.role} engine at {self.url}"
@@ -100,16 +110,18 @@ class UpstreamEngine:
     def down(self, why: str) -> None:
         """Nothing listens there: no more legs until it answers again."""
         self._missed = MISSED_POLLS
-        self._set_problem(why)
-        self.silence.ring()
+        self._gone(why)
 
     async def poll(self) -> None:
-        """Ask for its health, and for its models; a failure shows in `problem`. A refused connection makes it
-        unhealthy at once, silence when it has lasted for some polls."""
+        """Ask for its health, for its models, and when it comes up for its connector; a failure shows in
+        `problem`. A refused connection makes it unhealthy at once, silence when it has lasted for some
+        polls."""
         try:
             async with asyncio.timeout(self._poll_s):
                 await self._get("/health")
                 served = _models.decode(await self._get("/v1/models"))
+            model = served.data[0].id if served.data else ""
+            problem = await self._check.problem(model) if self._check else None
         except _NotServing as error:
             self.down(str(error))
         except TimeoutError:
@@ -122,7 +134,7 @@ class UpstreamEngine:
         else:
             self.models = {model.id: model.max_model_len for model in served.data}
             self._missed = 0
-            self._set_problem(None)
+            self._set_problem(problem)
 
     async def _get(self, path: str) -> bytes:
         async with self._session.get(self.url + path, allow_redirects=False) as answer:
@@ -134,8 +146,13 @@ class UpstreamEngine:
     def _miss(self, why: str) -> None:
         self._missed += 1
         if self._missed >= MISSED_POLLS or not self.models:
-            self._set_problem(why)
-            self.silence.ring()
+            self._gone(why)
+
+    def _gone(self, why: str) -> None:
+        if self._check:
+            self._check.forget()
+        self._set_problem(why)
+        self.silence.ring()
 
     def _set_problem(self, problem: str | None) -> None:
         if problem != self.problem:
@@ -146,19 +163,17 @@ class UpstreamEngine:
 class UpstreamFleet:
     """All engines. `start` and `close` it on the event loop that uses it."""
 
-    def __init__(
-        self,
-        prefill: tuple[UpstreamAddress, ...],
-        decode: tuple[UpstreamAddress, ...],
-        session: aiohttp.ClientSession,
-        timeouts: Timeouts,
-        interval_s: float,
-        clock: Clock,
-    ) -> None:
-        self.prefill = [UpstreamEngine(address, "prefill", session, timeouts, clock) for address in prefill]
-        self.decode = [UpstreamEngine(address, "decode", session, timeouts, clock) for address in decode]
+    def __init__(self, config: UpstreamConfig, session: aiohttp.ClientSession, clock: Clock) -> None:
+        checked = config.prefill and config.pair_tests != "off"  # without prefill engines nobody hands over
+        connector = config.connector if checked else None
+
+        def engine(address: UpstreamAddress, role: Role) -> UpstreamEngine:
+            return UpstreamEngine(address, role, session, config.timeouts, clock, connector)
+
+        self.prefill = [engine(address, "prefill") for address in config.prefill]
+        self.decode = [engine(address, "decode") for address in config.decode]
         self.by_url = {engine.url: engine for engine in self.engines}
-        self._interval_s = interval_s
+        self._interval_s = config.poll_interval_s
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

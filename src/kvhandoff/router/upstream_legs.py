@@ -14,6 +14,7 @@ from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.phases import Phase, PhaseTimer
+from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.answering import EVENT_STREAM, Outcome, end_passage, pass_on, passage_of, read_whole
 from kvhandoff.router.answers import Answer, read_response_id, whole
@@ -34,15 +35,20 @@ from kvhandoff.router.upstream_references import References, Turn
 class UpstreamFailed(Exception):
     """A leg came to nothing, the client has seen nothing of it, and another attempt may do better."""
 
-    def __init__(self, engine: UpstreamEngine, why: str, *, late: bool = False) -> None:
+    def __init__(
+        self, engine: UpstreamEngine, why: str, *, late: bool = False, reason: Reason | None = None
+    ) -> None:
+        """`reason`: the cause, where it is a narrower one than that the leg has failed."""
         super().__init__(f"{engine}: {why}")
         self.engine = engine
         self.late = late
+        failed = Reason.PREFILL_FAILED if engine.role == "prefill" else Reason.DECODE_FAILED
+        self.reason = failed if reason is None else reason
 
     def as_error(self) -> RequestError:
         """What the client is told when no attempt is left."""
-        status, code = (504 if self.late else 502), f"{self.engine.role}_failed"
-        return RequestError(str(self), status=status, code=code, kind="engine_error")
+        status = 504 if self.late else 502
+        return RequestError(str(self), status=status, code=self.reason, kind="engine_error")
 
 
 class Refused(Exception):
@@ -89,10 +95,18 @@ class UpstreamLegs:
         self._references = references
         self._clock = clock
 
-    async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
-        """A prefill leg's answer. Raises UpstreamFailed, and Refused for a 4xx."""
+    async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> msgspec.Raw:
+        """The reference that a prefill leg has answered. Raises UpstreamFailed, also for an answer without
+        one, and Refused for a 4xx."""
         with source.circuit.begin(partial(_verdict, source)):
-            return await self._prefill(job, source, params)
+            answer = await self._prefill(job, source, params)
+            reference = read_reference(answer.body)
+            if reference is None:
+                # Whatever it runs: nobody can read from it, and, pushed, nobody will be written to.
+                raise UpstreamFailed(
+                    source, "its answer has no kv_transfer_params", reason=Reason.NO_REFERENCE
+                )
+            return reference
 
     async def _prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> Answer:
         job.draft.prefill = job.leg_at(source)
@@ -114,7 +128,7 @@ class UpstreamLegs:
         job: Job,
         target: UpstreamEngine,
         params: msgspec.Raw | None,
-        beside: asyncio.Task[Answer] | None = None,
+        beside: asyncio.Task[msgspec.Raw] | None = None,
     ) -> Outcome:
         """Run the decode leg and give the client its answer.
 
@@ -131,7 +145,7 @@ class UpstreamLegs:
         job: Job,
         target: UpstreamEngine,
         params: msgspec.Raw | None,
-        beside: asyncio.Task[Answer] | None,
+        beside: asyncio.Task[msgspec.Raw] | None,
         leg: LegOutcome,
     ) -> Outcome:
         job.draft.decode = job.leg_at(target)
@@ -204,7 +218,7 @@ def _verdict(engine: UpstreamEngine, error: BaseException) -> bool | None:
 class _Watch:
     """Ends a wait when another leg fails."""
 
-    def __init__(self, beside: asyncio.Task[Answer] | None, deadline: Deadline) -> None:
+    def __init__(self, beside: asyncio.Task[msgspec.Raw] | None, deadline: Deadline) -> None:
         self._beside = beside
         self._deadline = deadline
         if beside is not None:
@@ -215,12 +229,12 @@ class _Watch:
         if self._beside is not None:
             self._beside.remove_done_callback(self._cut)
 
-    def _cut(self, beside: asyncio.Task[Answer]) -> None:
+    def _cut(self, beside: asyncio.Task[msgspec.Raw]) -> None:
         if _error_of(beside) is not None:
             self._deadline.move(0)
 
 
-def _error_of(beside: asyncio.Task[Answer]) -> BaseException | None:
+def _error_of(beside: asyncio.Task[msgspec.Raw]) -> BaseException | None:
     return beside.exception() if beside.done() and not beside.cancelled() else None
 
 

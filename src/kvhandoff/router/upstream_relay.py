@@ -33,8 +33,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
 from kvhandoff.router.answering import Outcome, carry_through, pass_on
-from kvhandoff.router.answers import Answer
-from kvhandoff.router.body import Fields, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import describe
 from kvhandoff.router.policy import (
@@ -46,9 +45,9 @@ from kvhandoff.router.policy import (
     RequestSummary,
     requested_path,
 )
+from kvhandoff.router.reading import read_request
 from kvhandoff.router.records import Draft, Records
-from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
-from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode, read_reference
+from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
 from kvhandoff.router.upstream_legs import Job, Refused, UpstreamFailed, UpstreamLegs
@@ -99,27 +98,15 @@ class UpstreamRelay:
             return pass_on(draft, refused.answer)
 
     async def _admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Job:
-        config, caller = self._config, request[CALLER]
-        draft.tenant = caller.name
+        config = self._config
+        draft.tenant = request[CALLER].name
         choice = requested_path(request.headers.get(PATH_HEADER), config.path)
         if choice not in config.paths:
             allowed = ", ".join(config.paths)
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
-        draft.charge = await caller.charge(draft.because)
-        raw = await wire.read_body(request, config.max_body_bytes, config.timeouts.body_s)
-        fields = caller.salted(parse_body(raw))
-        summary = summarize(fields, draft.endpoint)
-        served = caller.models(self._fleet.models())
-        if not self._fleet.models():
-            raise unavailable("no decode engine has answered yet", code=Reason.NO_DECODE_ENGINE)
-        draft.model = read_model(fields, ", ".join(sorted(served)))
-        caller.check_model(draft.model)
-        if draft.model not in served:
-            raise unknown_model(draft.model, served)
-        if draft.charge.counts_tokens:
-            await draft.charge.reserve(token_bound(fields, summary, served[draft.model] or UNKNOWN_CONTEXT))
+        fields, summary = await read_request(request, draft, self._fleet.models, config)
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)
@@ -155,7 +142,7 @@ class UpstreamRelay:
                     extra=draft.log_fields(),
                 )
                 of_prefill = failure.engine.role == "prefill"
-                draft.because(Reason.PREFILL_FAILED if of_prefill else Reason.DECODE_FAILED)
+                draft.because(failure.reason)
                 job.avoid.add(failure.engine.url)
                 _write_off(job)
                 left = self._config.max_attempts - draft.attempts
@@ -181,11 +168,8 @@ class UpstreamRelay:
             job.draft.history = Identity(EngineId(kept.holder), Epoch(""))
         await self._target(job)  # no prompt is computed for a fleet that can't decode
         job.timer.mark(Phase.ROUTE)
-        answer = await self._legs.prefill(job, source, PULL_PREFILL if kept is None else kept.params)
+        reference = await self._legs.prefill(job, source, PULL_PREFILL if kept is None else kept.params)
         job.timer.mark(Phase.PREFILL_NETWORK)
-        reference = read_reference(answer.body)
-        if reference is None:
-            raise UpstreamFailed(source, "its answer has no kv_transfer_params; does it run NixlConnector?")
         target = await self._target(job, None if kept is None else kept.holder)
         job.timer.mark(Phase.BIND)
         return await self._legs.decode(job, target, reference)
@@ -202,17 +186,19 @@ class UpstreamRelay:
                     raise UpstreamFailed(source, "no answer in time", late=True) from failure
                 raise
             # It is done but for the last bytes of its answer, or the decode engine had all of the prompt.
-            await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
+            done, _ = await asyncio.wait((beside,), timeout=self._config.timeouts.linger_s)
+            if done and isinstance(unneeded := beside.exception(), UpstreamFailed):
+                job.draft.because(unneeded.reason)  # though nobody waited for it
             return outcome
         finally:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
 
-    async def _prefill_beside(self, job: Job, source: UpstreamEngine) -> Answer:
+    async def _prefill_beside(self, job: Job, source: UpstreamEngine) -> msgspec.Raw:
         started = self._clock()
-        answer = await self._legs.prefill(job, source, PUSH_PREFILL)
+        reference = await self._legs.prefill(job, source, PUSH_PREFILL)
         job.draft.prefill_wall_s = self._clock() - started
-        return answer
+        return reference
 
     def _source(self, job: Job) -> UpstreamEngine | None:
         """The prefill engine, if the path needs one. When none is left, the path is local."""

@@ -191,6 +191,7 @@ class Transfers(Reads):
         msg.ClaimDeclined,
         ev.Tick,
     )
+    also = (ev.Noted,)
 
     def arrivals(self) -> dict[str, Callable[[], object]]:
         return {
@@ -204,7 +205,7 @@ class Transfers(Reads):
 
     def record(self) -> object:
         """All that isn't the claim's."""
-        read, quarantined = self.node.reads._reads.get(LOAD), self.node.reads._quarantine.get(LOAD)
+        read, quarantined = self.node.reads._reads.get(LOAD), self.node.reads._quarantine._entries.get(LOAD)
         return quarantined if read is None else (read.targets, read.read_deadline, read.landed_at)
 
     def state(self) -> str:

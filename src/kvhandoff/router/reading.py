@@ -1,0 +1,59 @@
+"""A client's request as it is read, whatever connector the engines have: its tenant is charged for it, its
+body is taken apart, and its model is one that the tenant may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kvhandoff.core.errors import unavailable
+from kvhandoff.core.reasons import Reason
+from kvhandoff.router import wire
+from kvhandoff.router.access import CALLER
+from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
+from kvhandoff.router.config import RouterConfig
+from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.policy import RequestSummary
+from kvhandoff.router.records import Draft
+from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
+from kvhandoff.router.upstream_config import UpstreamConfig
+
+
+class ReadRequest(NamedTuple):
+    """What a request says."""
+
+    fields: Fields
+    """With the tenant's salt."""
+    summary: RequestSummary
+
+
+async def read_request(
+    request: wire.Request,
+    draft: Draft,
+    models: Callable[[], Mapping[str, int | None]],
+    config: RouterConfig | UpstreamConfig,
+) -> ReadRequest:
+    """Read the body, and charge the tenant for it; `draft` gets the charge and the model. `models`: those
+    that decode engines serve by the time the body is here, and their contexts in tokens.
+
+    Raises RequestError.
+    """
+    caller = request[CALLER]
+    draft.charge = await caller.charge(draft.because)
+    raw = await wire.read_body(request, config.max_body_bytes, config.timeouts.body_s)
+    fields = caller.salted(parse_body(raw))
+    if draft.endpoint is Endpoint.RESPONSES:
+        check_stateless(fields)
+    summary = summarize(fields, draft.endpoint)
+    every = models()
+    if not every:
+        raise unavailable("no decode engine has answered yet", code=Reason.NO_DECODE_ENGINE)
+    served, model = caller.models(every), summary.model
+    if model not in served:
+        model = read_model(fields, ", ".join(sorted(served)))
+        caller.check_model(model)
+        raise unknown_model(model, served)
+    draft.model = model
+    if draft.charge.counts_tokens:
+        await draft.charge.reserve(token_bound(fields, summary, served[model] or UNKNOWN_CONTEXT))
+    return ReadRequest(fields, summary)
