@@ -31,7 +31,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import KVSource, LegRecord
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.limits import Charge
-from kvhandoff.router.policy import Expected, Path, PathChoice, ReturnChoice
+from kvhandoff.router.policy import Expected, Path, PathChoice, ReturnChoice, Weighed
 from kvhandoff.router.request_log import log_request
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Draft:
         self.connector: Connector = "kvhandoff"
         self.requested_path = requested_path
         self.path: Path | None = None
-        self.expected: Expected | None = None
+        self.weighed: Weighed | None = None
         self.requested_return: ReturnChoice = "off"
         self.history: Identity | None = None
         self.rebound = 0
@@ -292,7 +292,7 @@ class Draft:
             first_token_reused=decode.first_token_reused if decode else False,
             retained_tokens=decode.retained_tokens if decode else 0,
             reasons=list(self.reasons),
-            expected=self.expected,
+            expected=self.weighed.expected() if self.weighed is not None else None,
             prefill=self.prefill.engine if self.prefill else None,
             decode=self.decode.engine if self.decode else None,
             finish_reason=decode.finish_reason if decode else None,

@@ -23,6 +23,7 @@ A queue counts from when it is known how fast tokens are computed: a prior is go
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -89,9 +90,28 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     the two cost the same."""
 
 
+class Weighed(NamedTuple):
+    """What the options of a request cost, and the one that was taken."""
+
+    prompt_tokens: int
+    text_bytes: int | None
+    costs: Mapping[Option, Cost]
+    taken: Option
+
+    def expected(self) -> Expected:
+        """As it stands in the record."""
+        return Expected(
+            prompt_tokens=self.prompt_tokens,
+            text_bytes=self.text_bytes,
+            ttft_s={name: cost.ttft for name, cost in self.costs.items()},
+            harm_s={name: round(cost.harm, 6) for name, cost in self.costs.items() if cost.harm},
+            won_by=won_by(self.costs, self.taken),
+        )
+
+
 def cheapest(costs: Mapping[Option, Cost]) -> Option:
     """The one that costs least; of several, the first in PREFERENCE."""
-    return min(costs, key=lambda option: (costs[option].total, PREFERENCE.index(option)))
+    return min(filter(costs.__contains__, PREFERENCE), key=lambda option: costs[option].total)
 
 
 def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
@@ -99,10 +119,10 @@ def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
     others = {name: cost for name, cost in costs.items() if name != option}
     if not others:
         return None
-    rival = others[cheapest(others)]
-    if rival.total == costs[option].total:
+    ours, rival = costs[option], others[cheapest(others)]
+    if rival.total == ours.total:
         return None
-    gains = [theirs - ours for theirs, ours in zip(rival, costs[option], strict=True)]
+    gains = list(map(operator.sub, rival, ours))
     return TERMS[gains.index(max(gains))]
 
 
@@ -178,11 +198,11 @@ class _Model:
         moved = self._tokens - self._at_decode
         wire_s = self._wire_s(self._decode, moved)
         if path == "pull":
-            leg_s = self._measured(engine, lambda costs: costs.leg_s).value
-            pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
+            leg_s = self._measured(engine, _LEG_S).value
+            pull_s = self._measured(self._decode, _PULL_S).value
             return Cost(queue, computing, return_s, wire_s, leg_s + pull_s)
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
-        push_s = self._measured(self._decode, lambda costs: costs.push_s).value
+        push_s = self._measured(self._decode, _PUSH_S).value
         return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), push_s)
 
     def _queue_s(self, engine: EngineView) -> float:
@@ -191,22 +211,21 @@ class _Model:
         return engine.queue * ahead.value if ahead.n else 0.0
 
     def _token_s(self, engine: EngineView, context: float) -> Estimate:
-        return self._measured(engine, lambda costs: costs.compute_s.at(context))
+        own = engine.costs.compute_s.at(context)
+        return own if own.n else self._measured(engine, lambda costs: costs.compute_s.at(context))
 
     def _return_s(self, engine: EngineView, tokens: int) -> float:
-        return self._measured(engine, lambda costs: costs.pull_s).value + self._wire_s(engine, tokens)
+        return self._measured(engine, _PULL_S).value + self._wire_s(engine, tokens)
 
     def _wire_s(self, engine: EngineView, tokens: int) -> float:
         """To read `tokens` into it."""
-        token_bytes = self._measured(engine, lambda costs: costs.token_bytes).value
-        return tokens * token_bytes * self._measured(engine, lambda costs: costs.read_s).value
+        return tokens * self._measured(engine, _TOKEN_BYTES).value * self._measured(engine, _READ_S).value
 
-    def _measured(self, engine: EngineView, quantity: Callable[[EngineCosts], Estimate]) -> Estimate:
+    def _measured(self, engine: EngineView, quantity: _Quantity) -> Estimate:
         own = quantity(engine.costs)
         if own.n:
             return own
-        alike = map(quantity, self._alike)
-        known = [math.log(estimate.value) for estimate in alike if estimate.n]
+        known = [math.log(estimate.value) for estimate in map(quantity, self._alike) if estimate.n]
         return Estimate(math.exp(sum(known) / len(known)), len(known)) if known else own
 
     @cached_property
@@ -215,3 +234,12 @@ class _Model:
         model = self._decode.model
         engines = usable(self._fleet.prefill, model) + usable(self._fleet.decode, model)
         return [engine.costs for engine in engines]
+
+
+_Quantity = Callable[[EngineCosts], Estimate]
+
+_LEG_S: _Quantity = operator.attrgetter("leg_s")
+_PULL_S: _Quantity = operator.attrgetter("pull_s")
+_PUSH_S: _Quantity = operator.attrgetter("push_s")
+_READ_S: _Quantity = operator.attrgetter("read_s")
+_TOKEN_BYTES: _Quantity = operator.attrgetter("token_bytes")
