@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
+from kvhandoff.core.ids import Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.messages import HistoryRef
@@ -43,7 +43,7 @@ class Conversations:
     def __init__(self, index: Index, limit: int) -> None:
         self._index = index
         self._limit = limit
-        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._kept: OrderedDict[_Account, int] = OrderedDict()
         """Tokens, by turn."""
 
     def remember(self, names: Names, turn: Turn) -> None:
@@ -80,12 +80,15 @@ class Conversations:
         """An engine's account of a turn says how much it has kept; 0: nothing, as if it had never been."""
         if leg.leg == "prefill":
             return
-        key = HandoffKey(HandoffId(leg.handoff_id), leg.attempt)
-        turn = Turn(key, Identity(EngineId(leg.engine_id), Epoch(leg.epoch)))
-        self._kept[_account(turn)] = leg.retained_tokens
+        self._kept[leg.handoff_id, leg.attempt, leg.engine_id, leg.epoch] = leg.retained_tokens
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
 
 
-def _account(turn: Turn) -> str:
-    return f"{turn.key} {turn.source}"
+_Account = tuple[str, int, str, str]
+"""Handoff id and attempt, engine id and epoch."""
+
+
+def _account(turn: Turn) -> _Account:
+    key, source = turn.key, turn.source
+    return key.handoff_id, key.attempt, source.engine_id, source.epoch

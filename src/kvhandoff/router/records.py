@@ -193,7 +193,7 @@ class Draft:
     def traced(self, name: str, leg: LegRef, url: str) -> AbstractContextManager[Mapping[str, str]]:
         """Around a leg to the engine at `url`: its span, and the headers by which the engine continues the
         trace; none where nothing is traced."""
-        return nullcontext({}) if self.trace is None else self.trace.leg(name, leg, url)
+        return _UNTRACED if self.trace is None else self.trace.leg(name, leg, url)
 
     def log_fields(self) -> dict[str, object]:
         """What lines of the log about it have in common; without prompts and keys."""
@@ -269,7 +269,7 @@ class Draft:
             total_s=self.total_s,
             phases=phases,
             prefill_phases=self._prefill_phases(prefill),
-            prompt_tokens=max((leg.prompt_tokens for leg in (prefill, decode) if leg), default=0),
+            prompt_tokens=max(prefill.prompt_tokens if prefill else 0, decode.prompt_tokens if decode else 0),
             completion_tokens=decode.completion_tokens if decode else 0,
             reused_tokens=ReusedTokens(
                 prefill_cache=prefill.cached_tokens if prefill else 0,
@@ -337,6 +337,7 @@ class Draft:
         return _ordered(seconds)
 
 
+_UNTRACED: AbstractContextManager[Mapping[str, str]] = nullcontext({})
 _PHASES: tuple[str, ...] = tuple(phase.value for phase in Phase)
 
 

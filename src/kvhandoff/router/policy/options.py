@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -211,8 +211,11 @@ class _Model:
         return engine.queue * ahead.value if ahead.n else 0.0
 
     def _token_s(self, engine: EngineView, context: float) -> Estimate:
-        own = engine.costs.compute_s.at(context)
-        return own if own.n else self._measured(engine, lambda costs: costs.compute_s.at(context))
+        speed = engine.costs.compute_s
+        if speed.measured:
+            return speed.at(context)
+        known = [alike.compute_s.at(context) for alike in self._alike if alike.compute_s.measured]
+        return _mean(known) if known else speed.at(context)
 
     def _return_s(self, engine: EngineView, tokens: int) -> float:
         return self._measured(engine, _PULL_S).value + self._wire_s(engine, tokens)
@@ -225,15 +228,20 @@ class _Model:
         own = quantity(engine.costs)
         if own.n:
             return own
-        known = [math.log(estimate.value) for estimate in map(quantity, self._alike) if estimate.n]
-        return Estimate(math.exp(sum(known) / len(known)), len(known)) if known else own
+        known = [estimate for estimate in map(quantity, self._alike) if estimate.n]
+        return _mean(known) if known else own
 
     @cached_property
     def _alike(self) -> list[EngineCosts]:
         """Of the engines of its model."""
-        model = self._decode.model
-        engines = usable(self._fleet.prefill, model) + usable(self._fleet.decode, model)
-        return [engine.costs for engine in engines]
+        model, fleet = self._decode.model, self._fleet
+        return [engine.costs for engine in (*usable(fleet.prefill, model), *usable(fleet.decode, model))]
+
+
+def _mean(known: Sequence[Estimate]) -> Estimate:
+    """The geometric one."""
+    logarithms = [math.log(estimate.value) for estimate in known]
+    return Estimate(math.exp(sum(logarithms) / len(known)), len(known))
 
 
 _Quantity = Callable[[EngineCosts], Estimate]
