@@ -224,6 +224,10 @@ class Meter:
         )
 
 
+def _unheard(_: Reason) -> None:
+    """Nobody wants to know any more."""
+
+
 class Charge:
     """What one request costs its tenant."""
 
@@ -249,6 +253,7 @@ class Charge:
         """It has ended. What it has used may come later, or never: then all that was reserved is spent."""
         if self._open:
             self._open = False
+            self._on_reason = _unheard  # of the record that holds this: such a cycle would outlive both
             self._meter.close()
 
     def settle(self, used: int) -> None:
