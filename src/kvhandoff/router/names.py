@@ -43,7 +43,7 @@ class Names(msgspec.Struct, frozen=True):
     explicit: bytes | None
     """From the client's own name for it."""
     root: bytes = b""
-    """What the first fingerprint begins from."""
+    """What the tenant's names begin from."""
     former: tuple[bytes, ...] = ()
     """Fingerprints of a chat's messages but the last one: of the first, of the first two, …"""
     last: msgspec.Raw | bytes | None = None
@@ -59,7 +59,7 @@ class Names(msgspec.Struct, frozen=True):
         one can't be read."""
         if self.last is None:
             return ()
-        last = _fingerprints(self.former[-1] if self.former else self.root, [self.last])
+        last = _fingerprints(self.former[-1] if self.former else _first(self.root), [self.last])
         return (*self.former, *last) if last else ()
 
     def of_this_turn(self) -> Iterable[bytes]:
@@ -100,11 +100,11 @@ def names_of(
     messages = _read_messages(fields, summary.endpoint)
     if not messages:
         return Names(explicit)
-    begin, former = _digest(b"messages", root), messages[:-1]
-    fingerprints = _fingerprints(begin, former)
-    if len(fingerprints) < len(former):
+    before = messages[:-1]
+    former = _fingerprints(_first(root), before) if before else ()
+    if len(former) < len(before):
         return Names(explicit)  # the engine refuses it
-    return Names(explicit, begin, fingerprints, messages[-1])
+    return Names(explicit, root, former, messages[-1])
 
 
 def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
@@ -121,6 +121,11 @@ def _root(tenant: str, cache_salt: str, model: str, key: bytes) -> bytes:
     """What all names of a tenant's conversations with a model begin from."""
     belongs = msgspec.json.encode((tenant, cache_salt, model))
     return blake2b(belongs, digest_size=16, key=key).digest()
+
+
+def _first(root: bytes) -> bytes:
+    """What the first message's fingerprint begins from."""
+    return _digest(b"messages", root)
 
 
 def _fingerprints(fingerprint: bytes, messages: Sequence[msgspec.Raw | bytes]) -> tuple[bytes, ...]:

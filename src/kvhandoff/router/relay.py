@@ -231,7 +231,7 @@ class Relay:
         """The engines to choose a decode engine from."""
         if x.path == "local":
             return self._fleet.view()
-        return self._fleet.partners(x.source.engine if x.source is not None else None)
+        return self._fleet.decoders(x.source.engine if x.source is not None else None)
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
         """Undo what failed and set up the next attempt. Raises RequestError when there is to be none."""

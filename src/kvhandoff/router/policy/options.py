@@ -141,9 +141,10 @@ def expected_costs(
     model = _Model(fleet, prefill, decode, tokens, cached, history)
     costs: dict[Option, Cost] = {}
     for path in paths:
-        if not model.must_return(path):
+        can_return = model.can_return(path)
+        if not (can_return and model.required):
             costs[path] = model.cost(path, returning=False)
-        if model.can_return(path):
+        if can_return:
             costs[_with_return(path)] = model.cost(path, returning=True)
     return costs
 
@@ -172,7 +173,7 @@ class _Model:
         kept = min(history.tokens, tokens - 1) if history is not None else 0
         held = history is not None and history.holder == decode.url
         self._kept = kept
-        self._required = history is not None and history.required
+        self.required = history is not None and history.required
         # Tokens that need no computing and no moving where they are; the last one is always computed.
         self._at_decode = kept if held else 0
         self._at_prefill = min(cached, tokens - 1)
@@ -180,9 +181,6 @@ class _Model:
     def can_return(self, path: Path) -> bool:
         """Whether the engine that computes the prompt gains by the history."""
         return self._kept > (self._at_decode if path == "local" else self._at_prefill)
-
-    def must_return(self, path: Path) -> bool:
-        return self._required and self.can_return(path)
 
     def cost(self, path: Path, *, returning: bool) -> Cost:
         engine, own = self._decode, self._at_decode

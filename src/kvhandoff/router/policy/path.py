@@ -13,7 +13,7 @@ from kvhandoff.router.policy.options import Expected, Option, Weighed, cheapest,
 from kvhandoff.router.policy.prefill import NOTHING_CACHED, PrefillPolicy
 from kvhandoff.router.policy.rebinding import has_room
 from kvhandoff.router.policy.requested import BindingChoice, Path, PathChoice
-from kvhandoff.router.policy.views import EngineView, FleetView, History, RequestSummary, tokens_of, usable
+from kvhandoff.router.policy.views import EngineView, FleetView, History, RequestSummary, tokens_of
 
 MIN_RETURN_TOKENS = 64
 """A history of fewer tokens is computed again: what engines fetch by default."""
@@ -68,7 +68,7 @@ def choose_path(
         return PathDecision("local", source)
     if requested != "auto":
         return PathDecision(requested, Reason.FORCED, source=source)
-    if tokens <= max(engine.block_size for engine in usable(fleet.prefill, request.model)):
+    if tokens <= source.block_size:
         return PathDecision("local", Reason.SHORT_PROMPT)
     holder = history.holder if history is not None else None
     target = choose_decode(fleet, request.model, holder=holder, tokens=tokens)

@@ -64,6 +64,8 @@ class LegAnswer:
 
     async def read(self) -> bytes:
         """All that is left of it. Raises BrokenOff."""
+        if self.complete:
+            return await self.readany()
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
