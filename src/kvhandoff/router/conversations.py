@@ -43,7 +43,7 @@ class Conversations:
     def __init__(self, index: Index, limit: int) -> None:
         self._index = index
         self._limit = limit
-        self._kept: OrderedDict[_Account, int] = OrderedDict()
+        self._kept: OrderedDict[str, int] = OrderedDict()
         """Tokens, by turn."""
 
     def remember(self, names: Names, turn: Turn) -> None:
@@ -64,7 +64,9 @@ class Conversations:
             place = locate(turn.source) if turn is not None else None
             if turn is None or place is None:
                 continue
-            n_tokens = self._kept.get(_account(turn), place.max_tokens)
+            key, source = turn.key, turn.source
+            kept = _account(key.handoff_id, key.attempt, source.engine_id, source.epoch)
+            n_tokens = self._kept.get(kept, place.max_tokens)
             if n_tokens:
                 self._index.renew(name)
                 history = HistoryRef(
@@ -80,15 +82,12 @@ class Conversations:
         """An engine's account of a turn says how much it has kept; 0: nothing, as if it had never been."""
         if leg.leg == "prefill":
             return
-        self._kept[leg.handoff_id, leg.attempt, leg.engine_id, leg.epoch] = leg.retained_tokens
+        turn = _account(leg.handoff_id, leg.attempt, leg.engine_id, leg.epoch)
+        self._kept[turn] = leg.retained_tokens
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
 
 
-_Account = tuple[str, int, str, str]
-"""Handoff id and attempt, engine id and epoch."""
-
-
-def _account(turn: Turn) -> _Account:
-    key, source = turn.key, turn.source
-    return key.handoff_id, key.attempt, source.engine_id, source.epoch
+def _account(handoff_id: str, attempt: int, engine_id: str, epoch: str) -> str:
+    """One text: of all that a router keeps, there are most of these."""
+    return f"{handoff_id}#{attempt} {engine_id}@{epoch}"
