@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -86,6 +87,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
+        "python_built_with": sysconfig.get_config_var("CONFIG_ARGS"),
         "torch": version("torch"),
         "transformers": version("transformers"),
     }

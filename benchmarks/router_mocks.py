@@ -2,8 +2,9 @@
 
 They cost as little as can be (asyncio.Protocol, httptools, uvloop) and speak what both routers need: state
 reports, tickets and accounts of legs to kvhandoff's, vLLM's `kv_transfer_params` of the NixlConnector to
-vllm-router. A prefill leg is answered at once. A decode leg streams `max_tokens` events, each written alone:
-at once, or paced by `POST /pace` with milliseconds in its body.
+vllm-router. A prefill leg is answered at once: what is the same in every answer is made beforehand, and a leg
+is accounted for when its answer is out, since an engine's time is no router's. A decode leg streams
+`max_tokens` events, each written alone: at once, or paced by `POST /pace` with milliseconds in its body.
 
     python -m benchmarks.router_mocks        prints {"prefill": URL, "decode": URL}
 """
@@ -64,6 +65,7 @@ class Mock:
         self.pace = pace
         """[seconds between two events], shared by both engines."""
         self._identity = Identity(EngineId(f"mock-{role}"), new_epoch())
+        self._for_vllm_router = _prefill_answer(_NIXL_PARAMS)
         self._records: deque[LegRecord] = deque(maxlen=_KEPT_RECORDS)
         self._ended = 0
 
@@ -93,51 +95,26 @@ class Mock:
         )
         return msgspec.json.encode(state)
 
-    def prefill(self, body: _Body) -> bytes:
+    def prefill(self, ticket: Ticket | None) -> bytes:
         """The answer to a prefill leg."""
-        params: dict[str, Any]
-        ticket = _open(body)
         if ticket is None:
-            params = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_block_ids": list(range(32)),
-                "remote_engine_id": "mock-prefill",
-                "remote_request_id": "mock",
-                "remote_host": "127.0.0.1",
-                "remote_port": self.port,
-                "tp_size": 1,
-            }
-        else:
-            offer = OfferDescriptor(
-                key=ticket.key,
-                source=self._identity,
-                control_address=f"tcp://127.0.0.1:{self.port}",
-                spans=((0, 32),),
-                n_tokens=PROMPT_TOKENS,
-                digest="d" * 32,
-            )
-            params = {"offer": offer, "prompt_token_ids": list(range(PROMPT_TOKENS))}
+            return self._for_vllm_router
+        offer = OfferDescriptor(
+            key=ticket.key,
+            source=self._identity,
+            control_address=f"tcp://127.0.0.1:{self.port}",
+            spans=((0, 32),),
+            n_tokens=PROMPT_TOKENS,
+            digest="d" * 32,
+        )
+        return _prefill_answer({"offer": offer, "prompt_token_ids": _TOKEN_IDS})
+
+    def prefilled(self, ticket: Ticket | None) -> None:
+        """Account for a prefill leg."""
+        if ticket is not None:
             # Nothing of its computing, whose queue the cost model would weigh: every prompt is handed over.
             phases = {Phase.PREFILL_QUEUE.value: 0.0, Phase.PREFILL_OFFER.value: 0.0}
             self._note(ticket, phases=phases, computed_tokens=PROMPT_TOKENS, finish_reason="length")
-        return msgspec.json.encode(
-            {
-                "id": "chatcmpl-mock",
-                "object": "chat.completion",
-                "created": 1,
-                "model": MODEL,
-                "choices": [
-                    {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "x"}}
-                ],
-                "usage": {
-                    "prompt_tokens": PROMPT_TOKENS,
-                    "completion_tokens": 1,
-                    "total_tokens": PROMPT_TOKENS + 1,
-                },
-                "kv_transfer_params": params,
-            }
-        )
 
     def decoded(self, body: _Body) -> None:
         """Account for a decode leg."""
@@ -169,6 +146,39 @@ class Mock:
                 **facts,
             )
         )
+
+
+_TOKEN_IDS = msgspec.Raw(msgspec.json.encode(list(range(PROMPT_TOKENS))))
+_NIXL_PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": list(range(32)),
+    "remote_engine_id": "mock-prefill",
+    "remote_request_id": "mock",
+    "remote_host": "127.0.0.1",
+    "remote_port": 20_000,
+    "tp_size": 1,
+}
+
+
+def _prefill_answer(params: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(
+        {
+            "id": "chatcmpl-mock",
+            "object": "chat.completion",
+            "created": 1,
+            "model": MODEL,
+            "choices": [
+                {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "x"}}
+            ],
+            "usage": {
+                "prompt_tokens": PROMPT_TOKENS,
+                "completion_tokens": 1,
+                "total_tokens": PROMPT_TOKENS + 1,
+            },
+            "kv_transfer_params": params,
+        }
+    )
 
 
 def _open(body: _Body) -> Ticket | None:
@@ -237,7 +247,9 @@ class _Connection(asyncio.Protocol):
 
     def _leg(self, body: _Body) -> None:
         if not body.stream:
-            self._answer(self._mock.prefill(body))
+            ticket = _open(body)
+            self._answer(self._mock.prefill(ticket))
+            self._mock.prefilled(ticket)
             return
         self._write(_STREAM_HEAD + _EVENT_CHUNK)
         self._stream(body, body.tokens - 1)
@@ -248,8 +260,8 @@ class _Connection(asyncio.Protocol):
             return
         pace = self._mock.pace[0]
         if left == 0:
-            self._mock.decoded(body)
             self._write(_LAST_CHUNKS)
+            self._mock.decoded(body)
         elif pace:
             self._loop.call_later(pace, self._next, body, left)
         else:

@@ -198,7 +198,8 @@ def test_the_choice_is_the_least_of_the_stated_costs(
 def test_a_path_that_hands_nothing_over_has_a_reason(
     policies: Policies, requested: Any, request: RequestSummary, fleet: FleetView, history: History | None
 ) -> None:
-    path, reason, _, expected = policies.choose_path(requested, request, fleet, history)
+    decision = policies.choose_path(requested, request, fleet, history)
+    path, reason, expected = decision.path, decision.reason, decision.expected
     if path == "local":
         assert isinstance(reason, Reason)
     assert reason is None or reason.kind is ReasonKind.CHOICE

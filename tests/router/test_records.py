@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from kvhandoff.core.phases import Phase
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.limits import Limits, Meter
 from kvhandoff.router.records import Draft, LegRef, Records, RequestRecord
 
 P = Identity(EngineId("p"), Epoch("1"))
@@ -351,3 +354,19 @@ def test_reasons_count_once() -> None:
     for _ in range(2):
         draft.because(Reason.DECODE_FAILED)
     assert log.reasons == [Reason.DECODE_FAILED]
+
+
+async def test_a_record_that_makes_room_is_freed_at_once() -> None:
+    """By its references alone: the router looks for cycles so seldom that its memory would grow."""
+    log = Log(limit=1)
+    draft = log.open("a")
+    draft.charge = await Meter("tenant", Limits(), lambda: 0.0).open(draft.because)
+    log.records.close(draft, 200, 1.0)
+    gone = weakref.ref(draft)
+    del draft
+    gc.disable()
+    try:
+        log.open("b")
+        assert gone() is None
+    finally:
+        gc.enable()

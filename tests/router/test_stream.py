@@ -125,7 +125,7 @@ async def test_every_piece_moves_the_deadline() -> None:
     """A long stream is bounded between its pieces, not as a whole."""
     passage, loop, answer, task = await passing(5.0)
     for loop.now, piece in ((4.0, b"b"), (8.0, b"c")):
-        answer.sink.take(piece)
+        answer.sink.take(piece, last=False)
     when, look = loop.alarms.pop()
     assert when == 5.0
     look()

@@ -155,10 +155,12 @@ async def test_an_answer_that_nobody_takes_is_not_read_on() -> None:
 class Bucket:
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
+        self.lasts: list[bool] = []
         self.ends: list[BrokenOff | None] = []
 
-    def take(self, piece: bytes) -> None:
+    def take(self, piece: bytes, *, last: bool) -> None:
         self.pieces.append(piece)
+        self.lasts.append(last)
 
     def finish(self, error: BrokenOff | None) -> None:
         self.ends.append(error)
@@ -184,6 +186,21 @@ async def test_pouring() -> None:
     assert wire.reading
     connection.data_received(b"0\r\n\r\n")
     assert bucket.ends == [None]
+    assert not any(bucket.lasts)
+
+
+@pytest.mark.parametrize(("after", "last"), [(b"", True), (b"HTTP/1.1 200 OK\r\n", False)])
+async def test_a_last_piece_is_known_by_what_comes_with_it(after: bytes, last: bool) -> None:
+    """Its end came in one read, and nothing that makes the answer doubtful."""
+    connection, bucket = LegConnection(), Bucket()
+    wire = Wire(connection)
+    asking = asyncio.ensure_future(connection.ask(HEAD, b"x"))
+    await asyncio.sleep(0)
+    await wire.feed([CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n1\r\na\r\n"])
+    (await asking).pour(bucket)
+    connection.data_received(b"1\r\nb\r\n0\r\n\r\n" + after)
+    assert (bucket.pieces, bucket.lasts) == ([b"a", b"b"], [False, last])
+    assert [error is None for error in bucket.ends] == [last]
 
 
 async def test_a_large_body_goes_as_the_engine_takes_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from typing import NewType
@@ -40,7 +41,7 @@ def new_epoch() -> Epoch:
 
 def new_handoff_id() -> HandoffId:
     """A random handoff id (96 bits). It is also the id of the response, behind `cmpl-` or `chatcmpl-`."""
-    return HandoffId(secrets.token_hex(12))
+    return HandoffId(os.urandom(12).hex())
 
 
 def completion_id(handoff_id: str, *, chat: bool) -> str:

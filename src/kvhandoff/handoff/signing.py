@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+from base64 import urlsafe_b64decode
+from binascii import b2a_base64
 from hashlib import blake2b
 
 from kvhandoff.core.errors import ConfigError
@@ -36,7 +37,8 @@ class Signer:
 
     def sign(self, payload: bytes) -> str:
         """`payload.signature`, both base64url."""
-        return f"{_text(payload)}.{_text(self._mac(payload))}"
+        both = b2a_base64(payload, newline=False) + b"." + b2a_base64(self._mac(payload), newline=False)
+        return both.translate(_URLSAFE).decode()
 
     def open(self, signed: object) -> bytes:
         """The payload, its signature checked. Raises BadSignature."""
@@ -55,5 +57,4 @@ class Signer:
         return blake2b(payload, digest_size=32, key=self._key).digest()
 
 
-def _text(raw: bytes) -> str:
-    return urlsafe_b64encode(raw).decode()
+_URLSAFE = bytes.maketrans(b"+/", b"-_")

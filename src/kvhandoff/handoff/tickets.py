@@ -20,7 +20,7 @@ from kvhandoff.handoff.signing import BadSignature, Signer
 MissPolicy = Literal["recompute", "error"]
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One leg of one attempt of one request."""
 
     leg: Literal["prefill", "decode", "local", "withdraw", "yield", "peers"]

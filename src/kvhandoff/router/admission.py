@@ -120,8 +120,8 @@ class Admission:
             x.kept = self._kept(x.history, x.holder)
             history = History(x.holder.url, x.kept, draft.requested_return == "on")
         decision = self._config.policies.choose_path(draft.requested_path, x.summary, view, history, x.cached)
-        draft.path, draft.expected, reason = decision.path, decision.expected, decision.reason
-        x.tokens = tokens_of(x.summary, view)
+        draft.path, draft.weighed, reason = decision.path, decision.weighed, decision.reason
+        x.tokens, x.chosen = tokens_of(x.summary, view), decision.source
         if reason is not None:
             draft.because(reason)
         if not decision.returns:

@@ -21,6 +21,8 @@ from kvhandoff.web import CLIENT_LEFT, ClientGone
 log = logging.getLogger(__name__)
 
 EVENT_STREAM = "text/event-stream"
+_KEPT_HEADERS = ("Content-Type", "Cache-Control")
+"""Of an engine's stream, for the client."""
 
 
 class Outcome(NamedTuple):
@@ -92,11 +94,12 @@ def passage_of(
     def done() -> None:
         draft.complete = True
 
-    kept = ("Content-Type", "Cache-Control")
-    headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
-    return Passage(
-        request, draft.endpoint, str(engine), draft.headers() | headers, first_byte, first_content, done
-    )
+    headers = draft.headers()
+    for name in _KEPT_HEADERS:
+        value = upstream.headers.get(name)
+        if value is not None:
+            headers[name] = value
+    return Passage(request, draft.endpoint, str(engine), headers, first_byte, first_content, done)
 
 
 async def end_passage(passage: Passage, draft: Draft, name: object, engine: object, idle_s: float) -> Outcome:

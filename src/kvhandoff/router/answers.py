@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,8 +47,7 @@ class LegFailed(Exception):
         return RequestError(str(self), status=status, code=f"{self.role}_failed", kind="engine_error")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A whole answer of an engine, for the client as it is."""
 
     status: int
@@ -57,8 +55,7 @@ class Answer:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(NamedTuple):
     """What a prefill leg has left behind."""
 
     offer: OfferDescriptor | None
@@ -166,7 +163,7 @@ def without_params(answer: Answer) -> Answer:
     if bytes(fields.get(_PARAMS, b"null")) == b"null":
         return answer
     fields[_PARAMS] = msgspec.Raw(b"null")
-    return replace(answer, body=msgspec.json.encode(fields))
+    return answer._replace(body=msgspec.json.encode(fields))
 
 
 def for_client(engine: Engine, answer: Answer) -> Answer:

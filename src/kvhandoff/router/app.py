@@ -24,7 +24,7 @@ from kvhandoff.router.member_dns import NamedMembers
 from kvhandoff.router.member_file import FileMembers
 from kvhandoff.router.members import MemberSource
 from kvhandoff.router.merging import merge_metrics, merge_ready, merge_running
-from kvhandoff.router.pages import PROMETHEUS, Pages
+from kvhandoff.router.pages import PROMETHEUS, Answering, Pages
 from kvhandoff.router.ready import describe_engine, describe_fleet
 from kvhandoff.router.rebind import read_order, rebind
 from kvhandoff.router.rebinder import Rebinder
@@ -131,8 +131,8 @@ class Front(Pages):
     def _served(self) -> Mapping[str, int | None]:
         return self._fleet.models()
 
-    async def _carry(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        return await self._relay.answer(request, endpoint)
+    def _carry(self, request: wire.Request, endpoint: Endpoint) -> Answering:
+        return self._relay.answer(request, endpoint)
 
     async def handoff(self, request: wire.Request) -> wire.Response:
         """A request's record; waits a moment for accounts that the engines have not given yet."""

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
+from kvhandoff.core.ids import Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import LegRecord
 from kvhandoff.handoff.messages import HistoryRef
@@ -64,7 +64,9 @@ class Conversations:
             place = locate(turn.source) if turn is not None else None
             if turn is None or place is None:
                 continue
-            n_tokens = self._kept.get(_account(turn), place.max_tokens)
+            key, source = turn.key, turn.source
+            kept = _account(key.handoff_id, key.attempt, source.engine_id, source.epoch)
+            n_tokens = self._kept.get(kept, place.max_tokens)
             if n_tokens:
                 self._index.renew(name)
                 history = HistoryRef(
@@ -80,12 +82,12 @@ class Conversations:
         """An engine's account of a turn says how much it has kept; 0: nothing, as if it had never been."""
         if leg.leg == "prefill":
             return
-        key = HandoffKey(HandoffId(leg.handoff_id), leg.attempt)
-        turn = Turn(key, Identity(EngineId(leg.engine_id), Epoch(leg.epoch)))
-        self._kept[_account(turn)] = leg.retained_tokens
+        turn = _account(leg.handoff_id, leg.attempt, leg.engine_id, leg.epoch)
+        self._kept[turn] = leg.retained_tokens
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
 
 
-def _account(turn: Turn) -> str:
-    return f"{turn.key} {turn.source}"
+def _account(handoff_id: str, attempt: int, engine_id: str, epoch: str) -> str:
+    """One text: of all that a router keeps, there are most of these."""
+    return f"{handoff_id}#{attempt} {engine_id}@{epoch}"

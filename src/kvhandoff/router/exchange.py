@@ -14,7 +14,7 @@ from kvhandoff.router.body import Fields
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.moves import Bound, Move
 from kvhandoff.router.names import Names
-from kvhandoff.router.policy import TYPICAL_TOKENS, Path, RequestSummary
+from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView, Path, RequestSummary
 from kvhandoff.router.records import Draft, LegRef
 from kvhandoff.router.reservations import Reservation
 from kvhandoff.router.source import Source
@@ -44,6 +44,8 @@ class Exchange:
     """Tokens of the history, about."""
     cached: dict[str, int] = field(default_factory=dict)
     """Tokens of the prompt that a prefill engine (URL) is believed to have."""
+    chosen: EngineView | None = None
+    """The prefill engine that the path was chosen with, until anything may have changed since."""
     reservation: Reservation | None = None
     """On the decode engine, while its leg lasts."""
     retain: Retention | None = None

@@ -149,16 +149,22 @@ class Fleet:
     def partners(self, of: Engine | None) -> FleetView:
         """The same for a handoff: without the engines that are known not to hand over with `of`, or with
         anyone when it is None."""
+        return self._view(*self._partners(of))
+
+    def decoders(self, of: Engine | None) -> FleetView:
+        """The decode engines of `partners` alone."""
+        return self._view((), self._partners(of)[1])
+
+    def _partners(self, of: Engine | None) -> tuple[Sequence[Engine], Sequence[Engine]]:
         if self.pairs.all_hand_over:
-            return self.view()
+            return self.prefill, self.decode
         hands_over = self.pairs.hands_over
-        if of is None:
-            prefill = [p for p in self.prefill if self._has_partner(p)]
-            decode = [d for d in self.decode if any(hands_over(p, d) for p in prefill)]
-        else:
-            prefill = [p for p in self.prefill if hands_over(p, of)]
-            decode = [d for d in self.decode if hands_over(of, d)]
-        return self._view(prefill, decode)
+        if of is not None:
+            return [p for p in self.prefill if hands_over(p, of)], [
+                d for d in self.decode if hands_over(of, d)
+            ]
+        prefill = [p for p in self.prefill if self._has_partner(p)]
+        return prefill, [d for d in self.decode if any(hands_over(p, d) for p in prefill)]
 
     def _view(self, prefill: Iterable[Engine], decode: Iterable[Engine]) -> FleetView:
         return FleetView([p.view() for p in prefill], [d.view() for d in decode], self._tokens_per_byte.value)

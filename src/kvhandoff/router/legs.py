@@ -186,13 +186,16 @@ class _Side:
     def rewrite(self, client: Fields) -> Fields:
         """Raises RequestError for an object that can't be read."""
         fields = {name: value for name, value in client.items() if name not in self._dropped}
-        for name in self._changed.keys() & fields.keys():
-            match self._changed[name]:
+        for name, action in self._changed.items():
+            if name not in fields:
+                continue
+            match action:
                 case Cap(limit):
                     fields[name] = _capped(fields[name], limit)
                 case Without(names):
                     fields[name] = _without(name, fields[name], names)
-        return fields | self._set
+        fields.update(self._set)
+        return fields
 
 
 def leg_body(fields: Fields, kv_transfer_params: msgspec.Struct | None) -> bytes:

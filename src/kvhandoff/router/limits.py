@@ -24,7 +24,6 @@ from math import ceil
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import RequestError
@@ -78,12 +77,12 @@ def begin(limits: Limits, usage: Usage) -> Usage | Excess:
     """One more request under way."""
     if limits.max_concurrency is not None and usage.running >= limits.max_concurrency:
         return Excess("max_concurrency", RETRY_CONCURRENCY_S, usage.running)
-    return replace(usage, running=usage.running + 1)
+    return Usage(usage.running + 1, usage.spent, usage.at)
 
 
 def end(usage: Usage) -> Usage:
     """One less."""
-    return replace(usage, running=usage.running - 1)
+    return Usage(usage.running - 1, usage.spent, usage.at)
 
 
 def reserve(limits: Limits, usage: Usage, bound: int, now: float) -> Reserved | Excess:
@@ -91,12 +90,11 @@ def reserve(limits: Limits, usage: Usage, bound: int, now: float) -> Reserved | 
     room = limits.tokens_per_minute
     if room is None:
         return Reserved(usage, 0)
-    usage = _refilled(usage, room, now)
-    tokens = min(max(bound, 0), room)
-    over = usage.spent + tokens - room
+    spent, tokens = _spent(usage, room, now), min(max(bound, 0), room)
+    over = spent + tokens - room
     if over > 0:
         return Excess("tokens_per_minute", over * 60 / room)
-    return Reserved(replace(usage, spent=usage.spent + tokens), tokens)
+    return Reserved(Usage(usage.running, spent + tokens, now), tokens)
 
 
 def settle(limits: Limits, usage: Usage, reserved: int, used: int, now: float) -> Usage:
@@ -104,13 +102,12 @@ def settle(limits: Limits, usage: Usage, reserved: int, used: int, now: float) -
     room = limits.tokens_per_minute
     if room is None:
         return usage
-    usage = _refilled(usage, room, now)
-    return replace(usage, spent=max(0.0, usage.spent + used - reserved))
+    return Usage(usage.running, max(0.0, _spent(usage, room, now) + used - reserved), now)
 
 
-def _refilled(usage: Usage, room: int, now: float) -> Usage:
-    spent = max(0.0, usage.spent - (now - usage.at) * room / 60)
-    return replace(usage, spent=spent, at=now)
+def _spent(usage: Usage, room: int, now: float) -> float:
+    """As of now."""
+    return max(0.0, usage.spent - (now - usage.at) * room / 60)
 
 
 class SharedCounts(Protocol):
@@ -227,6 +224,10 @@ class Meter:
         )
 
 
+def _unheard(_: Reason) -> None:
+    """Nobody wants to know any more."""
+
+
 class Charge:
     """What one request costs its tenant."""
 
@@ -252,6 +253,7 @@ class Charge:
         """It has ended. What it has used may come later, or never: then all that was reserved is spent."""
         if self._open:
             self._open = False
+            self._on_reason = _unheard  # of the record that holds this: such a cycle would outlive both
             self._meter.close()
 
     def settle(self, used: int) -> None:

@@ -195,9 +195,11 @@ class RouterMetrics:
         if record.rebound:
             self._rebinds.inc(record.rebound)
         if record.bytes or record.return_bytes:
-            self._bytes_of["early",].inc(record.early_bytes)
-            self._bytes_of["late",].inc(record.bytes - record.early_bytes)
-            self._bytes_of["return",].inc(record.return_bytes)
+            early, back = record.early_bytes, record.return_bytes
+            for kind, moved in (("early", early), ("late", record.bytes - early), ("return", back)):
+                counter = self._bytes_of[kind,]
+                if moved:
+                    counter.inc(moved)
 
     def show_fleet(self, pairs: PairReport, draining: int) -> None:
         """What the next page says of the fleet as a whole."""

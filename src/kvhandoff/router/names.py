@@ -14,8 +14,7 @@ and can't make one up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -34,18 +33,34 @@ MOST_NAMES = 512
 adds a few messages, so that this is far beyond the last one; and it bounds what one body may ask for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What a turn's conversation is called; each name has 16 bytes."""
+class Names(msgspec.Struct, frozen=True):
+    """What a turn's conversation is called; each name has 16 bytes.
+
+    The last message is no part of a former turn's names. It may be long, and is not read before the request
+    has been answered, when the turn is remembered.
+    """
 
     explicit: bytes | None
     """From the client's own name for it."""
-    messages: tuple[bytes, ...] = ()
-    """Fingerprints of a chat's messages: of the first one, of the first two, … of all."""
+    root: bytes = b""
+    """What the tenant's names begin from."""
+    former: tuple[bytes, ...] = ()
+    """Fingerprints of a chat's messages but the last one: of the first, of the first two, …"""
+    last: msgspec.Raw | bytes | None = None
+    """The last message."""
 
     def __bool__(self) -> bool:
         """Whether a later turn could find this one."""
-        return self.explicit is not None or bool(self.messages)
+        return self.explicit is not None or self.last is not None
+
+    @property
+    def messages(self) -> tuple[bytes, ...]:
+        """Fingerprints of the messages: of the first one, of the first two, … of all. None, where the last
+        one can't be read."""
+        if self.last is None:
+            return ()
+        last = _fingerprints(self.former[-1] if self.former else _first(self.root), [self.last])
+        return (*self.former, *last) if last else ()
 
     def of_this_turn(self) -> Iterable[bytes]:
         """What it is remembered under."""
@@ -56,7 +71,7 @@ class Names:
     def of_former_turns(self) -> Iterable[bytes]:
         """What a former turn may be found under, the one that shares most first. A client may give several
         conversations one name (`prompt_cache_key`), or each request another, so its messages say more."""
-        yield from self.messages[-2 : -2 - MOST_NAMES : -1]
+        yield from self.former[: -1 - MOST_NAMES : -1]
         if self.explicit is not None:
             yield self.explicit
 
@@ -82,7 +97,14 @@ def names_of(
     root = _root(tenant, summary.cache_salt, summary.model, key)
     name = given_name(fields, headers)
     explicit = None if name is None else _digest(b"named", root, name)
-    return Names(explicit, _fingerprints(root, fields, summary.endpoint))
+    messages = _read_messages(fields, summary.endpoint)
+    if not messages:
+        return Names(explicit)
+    before = messages[:-1]
+    former = _fingerprints(_first(root), before) if before else ()
+    if len(former) < len(before):
+        return Names(explicit)  # the engine refuses it
+    return Names(explicit, root, former, messages[-1])
 
 
 def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
@@ -101,19 +123,23 @@ def _root(tenant: str, cache_salt: str, model: str, key: bytes) -> bytes:
     return blake2b(belongs, digest_size=16, key=key).digest()
 
 
-def _fingerprints(root: bytes, fields: Fields, endpoint: Endpoint) -> tuple[bytes, ...]:
-    if endpoint is Endpoint.COMPLETIONS:
-        return ()  # a prompt doesn't say where its turns begin
-    fingerprint, made = _digest(b"messages", root), []
+def _first(root: bytes) -> bytes:
+    """What the first message's fingerprint begins from."""
+    return _digest(b"messages", root)
+
+
+def _fingerprints(fingerprint: bytes, messages: Sequence[msgspec.Raw | bytes]) -> tuple[bytes, ...]:
+    """Of the messages that follow those of `fingerprint`; up to one that can't be read."""
+    made = []
     try:
-        for raw in _read_messages(fields, endpoint):
+        for raw in messages:
             # One that is long is taken by its bytes: reading it would hold up the loop.
             seen = bytes(raw) if len(raw) > _LONG else _seen(msgspec.json.decode(raw))
             if seen is not None:
                 fingerprint = _digest(fingerprint, seen)
             made.append(fingerprint)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ()  # the engine refuses it
+        pass  # the engine refuses it
     return tuple(made)
 
 
@@ -122,8 +148,14 @@ _LONG = 65536
 _messages = msgspec.json.Decoder(list[msgspec.Raw] | str)
 
 
-def _read_messages(fields: Fields, endpoint: Endpoint) -> list[msgspec.Raw] | list[bytes]:
-    messages = _messages.decode(fields.get(endpoint.input_field, b"[]"))
+def _read_messages(fields: Fields, endpoint: Endpoint) -> Sequence[msgspec.Raw | bytes]:
+    """Unread; none where it can't be told which there are."""
+    if endpoint is Endpoint.COMPLETIONS:
+        return []  # a prompt doesn't say where its turns begin
+    try:
+        messages = _messages.decode(fields.get(endpoint.input_field, b"[]"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []  # the engine refuses it
     if not isinstance(messages, str):
         return messages
     if endpoint is not Endpoint.RESPONSES:

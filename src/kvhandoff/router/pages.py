@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import ClassVar
 
 from kvhandoff.core.errors import RequestError
@@ -15,6 +15,8 @@ from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.records import Draft, Records, RequestRecord
 from kvhandoff.router.wire import json_response
+
+Answering = Awaitable[wire.Response | wire.StreamResponse]
 
 PROMETHEUS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
@@ -42,7 +44,7 @@ class Pages(ABC):
         """The fleet's models, and their contexts; None: not known."""
 
     @abstractmethod
-    async def _carry(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
+    def _carry(self, request: wire.Request, endpoint: Endpoint) -> Answering:
         """The answer to a completion's request."""
 
     def _settled(self, record: RequestRecord) -> None:
@@ -53,14 +55,14 @@ class Pages(ABC):
         """A request had no key, or none for its page."""
         self._metrics.count_refused(code)
 
-    async def chat_completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.CHAT)
+    def chat_completions(self, request: wire.Request) -> Answering:
+        return self._answer(request, Endpoint.CHAT)
 
-    async def completions(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.COMPLETIONS)
+    def completions(self, request: wire.Request) -> Answering:
+        return self._answer(request, Endpoint.COMPLETIONS)
 
-    async def responses(self, request: wire.Request) -> wire.Response | wire.StreamResponse:
-        return await self._answer(request, Endpoint.RESPONSES)
+    def responses(self, request: wire.Request) -> Answering:
+        return self._answer(request, Endpoint.RESPONSES)
 
     async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
         with self._metrics.in_flight:

@@ -31,7 +31,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import KVSource, LegRecord
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.limits import Charge
-from kvhandoff.router.policy import Expected, Path, PathChoice, ReturnChoice
+from kvhandoff.router.policy import Expected, Path, PathChoice, ReturnChoice, Weighed
 from kvhandoff.router.request_log import log_request
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Draft:
         self.connector: Connector = "kvhandoff"
         self.requested_path = requested_path
         self.path: Path | None = None
-        self.expected: Expected | None = None
+        self.weighed: Weighed | None = None
         self.requested_return: ReturnChoice = "off"
         self.history: Identity | None = None
         self.rebound = 0
@@ -193,7 +193,7 @@ class Draft:
     def traced(self, name: str, leg: LegRef, url: str) -> AbstractContextManager[Mapping[str, str]]:
         """Around a leg to the engine at `url`: its span, and the headers by which the engine continues the
         trace; none where nothing is traced."""
-        return nullcontext({}) if self.trace is None else self.trace.leg(name, leg, url)
+        return _UNTRACED if self.trace is None else self.trace.leg(name, leg, url)
 
     def log_fields(self) -> dict[str, object]:
         """What lines of the log about it have in common; without prompts and keys."""
@@ -269,7 +269,7 @@ class Draft:
             total_s=self.total_s,
             phases=phases,
             prefill_phases=self._prefill_phases(prefill),
-            prompt_tokens=max((leg.prompt_tokens for leg in (prefill, decode) if leg), default=0),
+            prompt_tokens=max(prefill.prompt_tokens if prefill else 0, decode.prompt_tokens if decode else 0),
             completion_tokens=decode.completion_tokens if decode else 0,
             reused_tokens=ReusedTokens(
                 prefill_cache=prefill.cached_tokens if prefill else 0,
@@ -292,7 +292,7 @@ class Draft:
             first_token_reused=decode.first_token_reused if decode else False,
             retained_tokens=decode.retained_tokens if decode else 0,
             reasons=list(self.reasons),
-            expected=self.expected,
+            expected=self.weighed.expected() if self.weighed is not None else None,
             prefill=self.prefill.engine if self.prefill else None,
             decode=self.decode.engine if self.decode else None,
             finish_reason=decode.finish_reason if decode else None,
@@ -337,6 +337,7 @@ class Draft:
         return _ordered(seconds)
 
 
+_UNTRACED: AbstractContextManager[Mapping[str, str]] = nullcontext({})
 _PHASES: tuple[str, ...] = tuple(phase.value for phase in Phase)
 
 

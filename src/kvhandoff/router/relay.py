@@ -125,6 +125,7 @@ class Relay:
         late, early = x.path == "pull" and x.source is None, None
         if not late or not self._fleet.decodes(x.summary.model):
             early = await self._bind(x)  # no prompt is computed for a fleet that can't decode
+            x.chosen = None
         if x.path != "local" and x.source is None:
             refused = await self._begin_prefill(x, early if x.path == "push" else None)
             if refused is not None:
@@ -170,7 +171,11 @@ class Relay:
         """One that hands over to `target` (None: to anyone) and doesn't rest, unless the client would get an
         error for want of it."""
         choose, model = self._policies.choose_prefill, x.summary.model
-        view, avoid = self._fleet.partners(target), x.avoid | self._fleet.resting()
+        avoid = x.avoid | self._fleet.resting()
+        chosen, x.chosen = x.chosen, None
+        if chosen is not None and chosen.url not in avoid:
+            return chosen
+        view = self._fleet.partners(target)
         choice = choose(view, model, avoid, tokens=x.tokens, cached=x.cached)
         if isinstance(choice, Reason) and self._config.on_miss == "error":
             return choose(view, model, x.avoid, tokens=x.tokens, cached=x.cached)
@@ -226,7 +231,7 @@ class Relay:
         """The engines to choose a decode engine from."""
         if x.path == "local":
             return self._fleet.view()
-        return self._fleet.partners(x.source.engine if x.source is not None else None)
+        return self._fleet.decoders(x.source.engine if x.source is not None else None)
 
     async def _recover(self, x: Exchange, failure: LegFailed) -> None:
         """Undo what failed and set up the next attempt. Raises RequestError when there is to be none."""

@@ -31,22 +31,18 @@ class _Delta(msgspec.Struct):
     refusal: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
+    def has_content(self) -> bool:
+        return bool(
+            self.content or self.reasoning_content or self.reasoning or self.refusal or self.tool_calls
+        )
+
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
 
     def has_content(self) -> bool:
-        delta = self.delta or _Delta()
-        parts = (
-            self.text,
-            delta.content,
-            delta.reasoning_content,
-            delta.reasoning,
-            delta.refusal,
-            delta.tool_calls,
-        )
-        return any(parts)
+        return bool(self.text) or (self.delta is not None and self.delta.has_content())
 
 
 class _Event(msgspec.Struct):
@@ -113,8 +109,7 @@ class LastEvent:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._marks = _RESPONSE_ENDS if endpoint is Endpoint.RESPONSES else (_DONE,)
-        self._keep = max(map(len, self._marks)) - 1
+        self._marks, self._keep = _RESPONSE_ENDS if endpoint is Endpoint.RESPONSES else _CHAT_ENDS
         self._begun = False
         self.tail = b""
 
@@ -135,9 +130,16 @@ class LastEvent:
 
 
 _EVENT_END = b"\n\n"
-_DONE = b"data: [DONE]\n\n"
-_RESPONSE_ENDS = tuple(
-    b"\nevent: response.%s\n" % name for name in (b"completed", b"incomplete", b"failed")
+
+
+def _ends(*marks: bytes) -> tuple[tuple[bytes, ...], int]:
+    """The marks, and how many bytes one of them may have begun with in the piece before."""
+    return marks, max(map(len, marks)) - 1
+
+
+_CHAT_ENDS = _ends(b"data: [DONE]\n\n")
+_RESPONSE_ENDS = _ends(
+    *(b"\nevent: response.%s\n" % name for name in (b"completed", b"incomplete", b"failed"))
 )  # JSON has no line ends inside its texts, so that these are no part of an answer
 
 
@@ -233,13 +235,13 @@ class Passage:
 
     # ---- the leg's word ----
 
-    def take(self, piece: bytes) -> None:
-        """One more piece of the engine's."""
+    def take(self, piece: bytes, *, last: bool) -> None:
+        """One more piece of the engine's; the end of a complete stream goes out with its last one."""
         if self._over.done():
             return
         self._moved = self._loop.time()
         try:
-            self.response.write(piece)
+            self.response.write(piece, last=last)
         except ClientGone:
             self._left()
             self._done()

@@ -26,7 +26,11 @@ def token_bound(fields: Fields, summary: RequestSummary, context: int) -> int:
     """Prompt and answer tokens, at most. `context`: the model's, in tokens: no sequence has more, nor has an
     answer without a limit of its own. Each of a completion's several prompts has its answers."""
     prompt = min(summary.prompt_bound, summary.prompts * context)
-    answer = next(filter(None, (_count(fields, name) for name in _LIMITS[summary.endpoint])), context)
+    answer = context
+    for name in _LIMITS[summary.endpoint]:
+        if given := _count(fields, name):
+            answer = given
+            break
     answers = max(_count(fields, "n") or 1, _count(fields, "best_of") or 1)
     return prompt + summary.prompts * answers * min(answer, context)
 

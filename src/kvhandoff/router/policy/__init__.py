@@ -13,7 +13,7 @@ of the view, as a value.
 
 from kvhandoff.router.policy.costs import UNMEASURED, EngineCosts, learn, learn_leg
 from kvhandoff.router.policy.estimates import Estimate
-from kvhandoff.router.policy.options import Expected, expected_costs
+from kvhandoff.router.policy.options import Expected, Weighed, expected_costs
 from kvhandoff.router.policy.path import PathDecision, choose_return
 from kvhandoff.router.policy.registry import DECODE_POLICIES, PREFILL_POLICIES, Policies
 from kvhandoff.router.policy.requested import (
@@ -63,6 +63,7 @@ __all__ = [
     "RequestSummary",
     "ReturnChoice",
     "Speed",
+    "Weighed",
     "choose_return",
     "expected_costs",
     "learn",

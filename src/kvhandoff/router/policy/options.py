@@ -23,7 +23,8 @@ A queue counts from when it is known how fast tokens are computed: a prior is go
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -89,9 +90,28 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     the two cost the same."""
 
 
+class Weighed(NamedTuple):
+    """What the options of a request cost, and the one that was taken."""
+
+    prompt_tokens: int
+    text_bytes: int | None
+    costs: Mapping[Option, Cost]
+    taken: Option
+
+    def expected(self) -> Expected:
+        """As it stands in the record."""
+        return Expected(
+            prompt_tokens=self.prompt_tokens,
+            text_bytes=self.text_bytes,
+            ttft_s={name: cost.ttft for name, cost in self.costs.items()},
+            harm_s={name: round(cost.harm, 6) for name, cost in self.costs.items() if cost.harm},
+            won_by=won_by(self.costs, self.taken),
+        )
+
+
 def cheapest(costs: Mapping[Option, Cost]) -> Option:
     """The one that costs least; of several, the first in PREFERENCE."""
-    return min(costs, key=lambda option: (costs[option].total, PREFERENCE.index(option)))
+    return min(filter(costs.__contains__, PREFERENCE), key=lambda option: costs[option].total)
 
 
 def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
@@ -99,10 +119,10 @@ def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
     others = {name: cost for name, cost in costs.items() if name != option}
     if not others:
         return None
-    rival = others[cheapest(others)]
-    if rival.total == costs[option].total:
+    ours, rival = costs[option], others[cheapest(others)]
+    if rival.total == ours.total:
         return None
-    gains = [theirs - ours for theirs, ours in zip(rival, costs[option], strict=True)]
+    gains = list(map(operator.sub, rival, ours))
     return TERMS[gains.index(max(gains))]
 
 
@@ -121,9 +141,10 @@ def expected_costs(
     model = _Model(fleet, prefill, decode, tokens, cached, history)
     costs: dict[Option, Cost] = {}
     for path in paths:
-        if not model.must_return(path):
+        can_return = model.can_return(path)
+        if not (can_return and model.required):
             costs[path] = model.cost(path, returning=False)
-        if model.can_return(path):
+        if can_return:
             costs[_with_return(path)] = model.cost(path, returning=True)
     return costs
 
@@ -152,7 +173,7 @@ class _Model:
         kept = min(history.tokens, tokens - 1) if history is not None else 0
         held = history is not None and history.holder == decode.url
         self._kept = kept
-        self._required = history is not None and history.required
+        self.required = history is not None and history.required
         # Tokens that need no computing and no moving where they are; the last one is always computed.
         self._at_decode = kept if held else 0
         self._at_prefill = min(cached, tokens - 1)
@@ -160,9 +181,6 @@ class _Model:
     def can_return(self, path: Path) -> bool:
         """Whether the engine that computes the prompt gains by the history."""
         return self._kept > (self._at_decode if path == "local" else self._at_prefill)
-
-    def must_return(self, path: Path) -> bool:
-        return self._required and self.can_return(path)
 
     def cost(self, path: Path, *, returning: bool) -> Cost:
         engine, own = self._decode, self._at_decode
@@ -178,11 +196,11 @@ class _Model:
         moved = self._tokens - self._at_decode
         wire_s = self._wire_s(self._decode, moved)
         if path == "pull":
-            leg_s = self._measured(engine, lambda costs: costs.leg_s).value
-            pull_s = self._measured(self._decode, lambda costs: costs.pull_s).value
+            leg_s = self._measured(engine, _LEG_S).value
+            pull_s = self._measured(self._decode, _PULL_S).value
             return Cost(queue, computing, return_s, wire_s, leg_s + pull_s)
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
-        push_s = self._measured(self._decode, lambda costs: costs.push_s).value
+        push_s = self._measured(self._decode, _PUSH_S).value
         return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), push_s)
 
     def _queue_s(self, engine: EngineView) -> float:
@@ -191,27 +209,43 @@ class _Model:
         return engine.queue * ahead.value if ahead.n else 0.0
 
     def _token_s(self, engine: EngineView, context: float) -> Estimate:
-        return self._measured(engine, lambda costs: costs.compute_s.at(context))
+        speed = engine.costs.compute_s
+        if speed.measured:
+            return speed.at(context)
+        known = [alike.compute_s.at(context) for alike in self._alike if alike.compute_s.measured]
+        return _mean(known) if known else speed.at(context)
 
     def _return_s(self, engine: EngineView, tokens: int) -> float:
-        return self._measured(engine, lambda costs: costs.pull_s).value + self._wire_s(engine, tokens)
+        return self._measured(engine, _PULL_S).value + self._wire_s(engine, tokens)
 
     def _wire_s(self, engine: EngineView, tokens: int) -> float:
         """To read `tokens` into it."""
-        token_bytes = self._measured(engine, lambda costs: costs.token_bytes).value
-        return tokens * token_bytes * self._measured(engine, lambda costs: costs.read_s).value
+        return tokens * self._measured(engine, _TOKEN_BYTES).value * self._measured(engine, _READ_S).value
 
-    def _measured(self, engine: EngineView, quantity: Callable[[EngineCosts], Estimate]) -> Estimate:
+    def _measured(self, engine: EngineView, quantity: _Quantity) -> Estimate:
         own = quantity(engine.costs)
         if own.n:
             return own
-        alike = map(quantity, self._alike)
-        known = [math.log(estimate.value) for estimate in alike if estimate.n]
-        return Estimate(math.exp(sum(known) / len(known)), len(known)) if known else own
+        known = [estimate for estimate in map(quantity, self._alike) if estimate.n]
+        return _mean(known) if known else own
 
     @cached_property
     def _alike(self) -> list[EngineCosts]:
         """Of the engines of its model."""
-        model = self._decode.model
-        engines = usable(self._fleet.prefill, model) + usable(self._fleet.decode, model)
-        return [engine.costs for engine in engines]
+        model, fleet = self._decode.model, self._fleet
+        return [engine.costs for engine in (*usable(fleet.prefill, model), *usable(fleet.decode, model))]
+
+
+def _mean(known: Sequence[Estimate]) -> Estimate:
+    """The geometric one."""
+    logarithms = [math.log(estimate.value) for estimate in known]
+    return Estimate(math.exp(sum(logarithms) / len(known)), len(known))
+
+
+_Quantity = Callable[[EngineCosts], Estimate]
+
+_LEG_S: _Quantity = operator.attrgetter("leg_s")
+_PULL_S: _Quantity = operator.attrgetter("pull_s")
+_PUSH_S: _Quantity = operator.attrgetter("push_s")
+_READ_S: _Quantity = operator.attrgetter("read_s")
+_TOKEN_BYTES: _Quantity = operator.attrgetter("token_bytes")

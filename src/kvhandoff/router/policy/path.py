@@ -9,11 +9,11 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.router.policy import decode as decode_policies
 from kvhandoff.router.policy import prefill as prefill_policies
 from kvhandoff.router.policy.decode import DecodePolicy
-from kvhandoff.router.policy.options import Cost, Expected, Option, cheapest, expected_costs, won_by
+from kvhandoff.router.policy.options import Expected, Option, Weighed, cheapest, expected_costs
 from kvhandoff.router.policy.prefill import NOTHING_CACHED, PrefillPolicy
 from kvhandoff.router.policy.rebinding import has_room
 from kvhandoff.router.policy.requested import BindingChoice, Path, PathChoice
-from kvhandoff.router.policy.views import EngineView, FleetView, History, RequestSummary, tokens_of, usable
+from kvhandoff.router.policy.views import EngineView, FleetView, History, RequestSummary, tokens_of
 
 MIN_RETURN_TOKENS = 64
 """A history of fewer tokens is computed again: what engines fetch by default."""
@@ -27,8 +27,15 @@ class PathDecision(NamedTuple):
     """None when it is the usual one: the cheaper of the two that hand over."""
     returns: bool = True
     """Whether the history, if there is one, is fetched."""
-    expected: Expected | None = None
-    """What the options were expected to cost, where that decided."""
+    weighed: Weighed | None = None
+    """What the options cost, where that decided."""
+    source: EngineView | None = None
+    """The prefill engine that was chosen on the way."""
+
+    @property
+    def expected(self) -> Expected | None:
+        """What the options were expected to cost, where that decided."""
+        return self.weighed.expected() if self.weighed is not None else None
 
 
 def choose_path(
@@ -60,19 +67,20 @@ def choose_path(
     if isinstance(source, Reason):
         return PathDecision("local", source)
     if requested != "auto":
-        return PathDecision(requested, Reason.FORCED)
-    if tokens <= max(engine.block_size for engine in usable(fleet.prefill, request.model)):
+        return PathDecision(requested, Reason.FORCED, source=source)
+    if tokens <= source.block_size:
         return PathDecision("local", Reason.SHORT_PROMPT)
     holder = history.holder if history is not None else None
     target = choose_decode(fleet, request.model, holder=holder, tokens=tokens)
     if isinstance(target, Reason):
         # One may be up when it is bound, which is tried until then.
-        return PathDecision("push" if binding in ("early", "rebind") else "pull", None)
+        return PathDecision("push" if binding in ("early", "rebind") else "pull", None, source=source)
     paths = _paths(binding, target, tokens)
     costs = expected_costs(
         fleet, source, target, tokens, history, cached=cached.get(source.url, 0), paths=paths
     )
-    return _decide(costs, request, tokens, history)
+    weighed = Weighed(tokens, None if request.prompt_exact else request.prompt_bound, costs, cheapest(costs))
+    return _decide(weighed, source, history)
 
 
 def _paths(binding: BindingChoice, target: EngineView, tokens: int) -> tuple[Path, ...]:
@@ -85,20 +93,11 @@ def _paths(binding: BindingChoice, target: EngineView, tokens: int) -> tuple[Pat
     return ("local", "pull", "push") if has_room(target, tokens) else ("local", "pull")
 
 
-def _decide(
-    costs: Mapping[Option, Cost], request: RequestSummary, tokens: int, history: History | None
-) -> PathDecision:
-    option = cheapest(costs)
-    path = _PATHS[option]
-    expected = Expected(
-        prompt_tokens=tokens,
-        text_bytes=None if request.prompt_exact else request.prompt_bound,
-        ttft_s={name: cost.ttft for name, cost in costs.items()},
-        harm_s={name: round(cost.harm, 6) for name, cost in costs.items() if cost.harm},
-        won_by=won_by(costs, option),
-    )
-    returns = history is None or option != path or f"{path}+return" not in costs
-    return PathDecision(path, Reason.LOCAL_CHEAPER if path == "local" else None, returns, expected)
+def _decide(weighed: Weighed, source: EngineView, history: History | None) -> PathDecision:
+    path = _PATHS[weighed.taken]
+    returns = history is None or weighed.taken != path or f"{path}+return" not in weighed.costs
+    reason = Reason.LOCAL_CHEAPER if path == "local" else None
+    return PathDecision(path, reason, returns, weighed, source)
 
 
 _PATHS: dict[Option, Path] = {

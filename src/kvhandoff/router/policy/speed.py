@@ -29,7 +29,7 @@ class Speed(msgspec.Struct, frozen=True):
     @classmethod
     def same(cls, estimate: Estimate) -> Speed:
         """Whatever stands before."""
-        return cls((estimate,) * BANDS)
+        return cls((estimate,) * BANDS, tuple(range(BANDS)) if estimate.n else ())
 
     @property
     def n(self) -> int:

@@ -69,19 +69,14 @@ class Client:
             connection.drop()
         self._idle.clear()
 
-    async def take(self, place: _Place) -> LegConnection:
-        """An open connection. Raises NotConnected."""
-        connection = self._kept(place) or await self._connect(place)
-        self._busy.add(connection)
-        return connection
-
-    def _kept(self, place: _Place) -> LegConnection | None:
-        """One that was used before; those that have ended since, or are about to, go."""
+    def kept(self, place: _Place) -> LegConnection | None:
+        """An open connection that was used before; those that have ended since, or are about to, go."""
         idle = self._idle[place]
         fresh = asyncio.get_running_loop().time() - KEEP_IDLE_S
         while idle:
             connection = idle.pop()
             if connection.usable and connection.idle_since > fresh:
+                self._busy.add(connection)
                 return connection
             connection.drop()
         return None
@@ -97,7 +92,8 @@ class Client:
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(KEEP_IDLE_S, self._sweep_idle)
 
-    async def _connect(self, place: _Place) -> LegConnection:
+    async def connect(self, place: _Place) -> LegConnection:
+        """A new connection. Raises NotConnected."""
         loop = asyncio.get_running_loop()
         tls = None
         if place.tls:
@@ -111,6 +107,7 @@ class Client:
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             raise NotConnected(f"Cannot connect to {where} ({error})", refused=refused) from error
+        self._busy.add(connection)
         return connection
 
     def _sweep_idle(self) -> None:
@@ -140,7 +137,8 @@ class _Leg:
         self._connection: LegConnection | None = None
 
     async def __aenter__(self) -> LegAnswer:
-        connection = self._connection = await self._client.take(self._place)
+        client, place = self._client, self._place
+        connection = self._connection = client.kept(place) or await client.connect(place)
         try:
             return await connection.ask(self._head, self._body)
         except BaseException:

@@ -26,8 +26,8 @@ class BrokenOff(ConnectionError):
 class Sink(Protocol):
     """Where an answer is poured."""
 
-    def take(self, piece: bytes) -> None:
-        """One more piece."""
+    def take(self, piece: bytes, *, last: bool) -> None:
+        """One more piece. `last`: `finish` follows at once, without an error."""
 
     def finish(self, error: BrokenOff | None) -> None:
         """It is complete, or has broken off. Once."""
@@ -64,6 +64,8 @@ class LegAnswer:
 
     async def read(self) -> bytes:
         """All that is left of it. Raises BrokenOff."""
+        if self.complete:
+            return await self.readany()
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
@@ -74,7 +76,7 @@ class LegAnswer:
         self._sink = sink
         pieces, self._pieces, self._held = self._pieces, [], 0
         if pieces:
-            sink.take(b"".join(pieces))
+            sink.take(b"".join(pieces), last=self.complete)
         if self.complete or self._error is not None:
             sink.finish(self._error)
 
@@ -91,10 +93,10 @@ class LegAnswer:
 
     # ---- the connection's word ----
 
-    def feed(self, piece: bytes) -> None:
-        """A piece has come in."""
+    def feed(self, piece: bytes, *, last: bool) -> None:
+        """A piece has come in. `last`: it has the answer's end, and `end` follows at once."""
         if self._sink is not None:
-            self._sink.take(piece)
+            self._sink.take(piece, last=last)
             return
         self._pieces.append(piece)
         self._held += len(piece)
@@ -235,7 +237,7 @@ class LegConnection(asyncio.Protocol):
         if answer is not None and self._body:
             piece = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []
-            answer.feed(piece)
+            answer.feed(piece, last=self._ended and self._problem is None)
         if self._in_head and self._head_bytes > 2 * MAX_HEAD_BYTES:
             self._problem = self._problem or "the head of its answer is too long"
         if self._problem is not None:

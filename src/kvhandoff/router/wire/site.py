@@ -37,18 +37,14 @@ class Site:
     async def answer(self, request: Request) -> Response | StreamResponse:
         """Every error is an OpenAI error body, and none ends the service: nothing is raised."""
         try:
-            return await self._found_or_refused(request)
+            return await self._found(request)
+        except RequestError as error:
+            return error_response(error)
         except ClientGone:
             return Response(status=CLIENT_LEFT)  # nobody receives it
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             return error_response(INTERNAL_ERROR)
-
-    async def _found_or_refused(self, request: Request) -> Response | StreamResponse:
-        try:
-            return await self._found(request)
-        except RequestError as error:
-            return error_response(error)
 
     async def _found(self, request: Request) -> Response | StreamResponse:
         try:
