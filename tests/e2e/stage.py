@@ -142,10 +142,10 @@ def leftovers(engine: LiveEngine) -> dict[str, Any]:
         "requests": len(agent._by_request),
         "offers": len(node.offers),
         "reads": len(node.reads._reads),
-        "quarantine": len(node.reads._quarantine),
+        "quarantine": len(node.reads.quarantined()),
         "writes": len(node.writes),
         "pushes": len(node.grants._pushes),
-        "fences": len(node.grants._quarantine),
+        "fences": len(node.grants.quarantined()),
     }
     return {name: count for name, count in held.items() if count}
 
