@@ -48,8 +48,8 @@ PACE_MS = 20.0
 PACED_TOKENS = 128
 FAST_TOKENS = 256
 WARM_UP_REQUESTS = 100_000
-"""More than the router's index (50,000 names, two a turn) and records (10,000) hold. And more than 87,381: with
-so many keys a table of the last 50,000, one for each request, is made anew at its lasting size, 10 MB at once.
+"""More than the router's index (50,000 names, two a turn) and records (10,000) hold. And more than 87,381: at
+so many keys a table of the last 50,000, one of each request, is made anew at its lasting size, 10 MB at once.
 """
 GROWTH_REQUESTS = 50_000
 GROWTH_STEP = 2_000
