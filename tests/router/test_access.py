@@ -9,11 +9,23 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from kvhandoff.router import watched
 from tests.router.callers import KEYS, bearer, security
 from tests.router.conftest import NO_ACCOUNT
-from tests.router.engines import MODEL, WAIT_S, held, soon, until
+from tests.router.engines import (
+    MODEL,
+    WAIT_S,
+    Leg,
+    MockEngine,
+    events,
+    failing,
+    held,
+    soon,
+    streamed,
+    until,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +69,42 @@ async def test_a_key_opens(cluster: Any, tmp_path: Path) -> None:
             headers = {"Authorization": f"{scheme} {KEYS['acme']}"}
             status, answer = await c.post(c.body(), headers=headers)
             assert (status, answer["choices"][0]["text"]) == (200, "Hello")
+
+
+async def test_where_engines_are_is_for_operators(cluster: Any, tmp_path: Path) -> None:
+    async def said(c: Any, name: str) -> str:
+        return str((await c.post(c.body(), headers=bearer(name)))[1]["error"]["message"])
+
+    async with cluster(security=security(tmp_path), on_miss="error", timeouts=NO_ACCOUNT) as c:
+        c.p.script = failing(500)
+        assert await said(c, "acme") == "the prefill engine gave no usable answer"
+        assert c.p.url in await said(c, "ops")
+
+        await c.d.kill()
+        none = f"no decode engine for {MODEL!r} takes requests now"
+        assert (await said(c, "ops")).startswith(f"{none}; decode engine {c.d.engine_id} at {c.d.url}: ")
+        assert await said(c, "acme") == none
+
+
+async def test_a_stream_that_breaks_off_names_no_address_to_tenants(cluster: Any, tmp_path: Path) -> None:
+    async def breaks_off(engine: MockEngine, leg: Leg) -> web.StreamResponse:
+        async def before(index: int) -> None:
+            if index == 1:
+                await engine.gate.wait()
+                assert leg.request.transport is not None
+                leg.request.transport.abort()
+
+        return await streamed(engine, leg, [events(leg, "a", "b")[0], b""], before=before)
+
+    async with cluster(security=security(tmp_path), timeouts=NO_ACCOUNT) as c:
+        c.d.script = breaks_off
+        url, body = c.url + "/v1/completions", c.body(stream=True)
+        async with c.session.post(url, json=body, headers=bearer("acme")) as response:
+            await soon(response.content.readany())
+            c.d.gate.set()
+            rest = await soon(response.content.read())
+        assert b"the decode engine ended before its answer was complete" in rest
+        assert c.d.url.encode() not in rest
 
 
 async def test_no_orders_from_web_pages(cluster: Any) -> None:

@@ -137,7 +137,7 @@ async def test_health_and_ready(cluster: Any) -> None:
             while (await c.get("/ready"))[0] == 200:
                 pass
         status, ready = await c.get("/ready")
-        assert (status, ready["status"]) == (503, "no decode engine is healthy")
+        assert (status, ready["status"]) == (503, "no decode engine takes requests")
         assert "Cannot connect" in ready["engines"][1]["problem"]
         assert (await c.get("/health"))[0] == 200
         status, answer = await c.post(c.body())

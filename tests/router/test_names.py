@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
+from kvhandoff.core.errors import RequestError
 from kvhandoff.router.body import parse_body, summarize
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.names import MOST_NAMES, Names, key_of_names, names_of
@@ -76,10 +77,18 @@ def test_the_most_particular_name_is_taken() -> None:
     assert names(headers, **body).explicit is None
 
 
+@pytest.mark.parametrize("field", ["conversation_id", "prompt_cache_key"])
+@pytest.mark.parametrize("wrong", [7, [], {"a": 1}, False])
+def test_a_name_that_is_no_text_is_refused(field: str, wrong: object) -> None:
+    with pytest.raises(RequestError, match=rf"{field}: got .*, allowed is a string") as refused:
+        names(**{field: wrong})
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
 def test_no_name() -> None:
     assert not names(endpoint=COMPLETIONS)
     assert not names(endpoint=COMPLETIONS, messages=["a"], conversation_id="")
-    assert not names(endpoint=COMPLETIONS, conversation_id=7)
+    assert not names(endpoint=COMPLETIONS, conversation_id=None)
     assert not names(messages=7)
     assert not names(messages="a")
     assert not names(endpoint=RESPONSES, messages=["a"])

@@ -45,7 +45,7 @@ async def test_every_ticket_is_refused(cluster: Any) -> None:
     """Another cluster key: not ready, and the message says what it is."""
     async with cluster(cluster_key=b"another") as c:
         status, ready = await c.get("/ready")
-        assert (status, ready["status"]) == (503, "no decode engine is healthy")
+        assert (status, ready["status"]) == (503, "no decode engine takes requests")
         assert all("not signed with this cluster's key" in engine["problem"] for engine in ready["engines"])
         status, answer = await c.post(c.body())
         assert (status, answer["error"]["code"]) == (503, "no_decode_engine")

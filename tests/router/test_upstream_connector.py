@@ -50,7 +50,7 @@ async def test_engines_of_the_other_mode_get_no_legs(connector: str) -> None:
         )
         assert await problems(c) == [why, why]
         status, ready = await c.get("/ready")
-        assert (status, ready["status"]) == (503, "no decode engine is healthy")
+        assert (status, ready["status"]) == (503, "no decode engine takes requests")
         status, answer = await c.post()
         assert (status, answer["error"]["code"]) == (503, "no_decode_engine")
         assert f"decode engine at {c.d.url}: {why}" in answer["error"]["message"]
@@ -68,6 +68,25 @@ async def test_one_engine_of_the_other_mode_is_left_out() -> None:
         for _ in range(4):
             assert (await c.post())[0] == 200
         assert [engine.legs.qsize() for engine in c.prefill + c.decode] == [0, 4, 4, 0]
+
+
+async def test_an_engine_that_asks_for_tickets_gets_no_legs() -> None:
+    async def asks(engine: UpstreamMock, leg: UpstreamLeg) -> web.StreamResponse:
+        error = {"message": "kv_transfer_params: ticket is missing", "code": "bad_ticket"}
+        return web.json_response({"error": error}, status=403)
+
+    def ours(prefill: list[UpstreamMock], decode: list[UpstreamMock]) -> None:
+        prefill[0].probed = decode[0].probed = asks
+
+    async with upstream_cluster("nixl", prepare=ours) as c:
+        why = (
+            "it is an engine of kvhandoff's own, which obeys tickets only, allowed with --connector nixl is "
+            "NixlConnector; leave --connector out for it"
+        )
+        assert await problems(c) == [why, why]
+        assert (await c.post())[0] == 503
+        assert c.p.legs.empty()
+        assert c.d.legs.empty()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -4,14 +4,15 @@ are whole, streams, and what broke off."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import RequestError, unavailable
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
+from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.answers import Answer, whole
 from kvhandoff.router.engine import describe
 from kvhandoff.router.records import Draft, Records
@@ -94,12 +95,13 @@ def passage_of(
     def done() -> None:
         draft.complete = True
 
+    named = str(engine) if request[CALLER].operator else "the decode engine"
     headers = draft.headers()
     for name in _KEPT_HEADERS:
         value = upstream.headers.get(name)
         if value is not None:
             headers[name] = value
-    return Passage(request, draft.endpoint, str(engine), headers, first_byte, first_content, done)
+    return Passage(request, draft.endpoint, named, headers, first_byte, first_content, done)
 
 
 async def end_passage(passage: Passage, draft: Draft, name: object, engine: object, idle_s: float) -> Outcome:
@@ -110,3 +112,11 @@ async def end_passage(passage: Passage, draft: Draft, name: object, engine: obje
     if not draft.joinable and passage.scan.response_id is not None:
         draft.response_id = passage.scan.response_id
     return Outcome(await passage.end(idle_s), passage.status)
+
+
+def no_decode_engine(
+    model: str, obstacles: Sequence[tuple[object, str]], reason: Reason, caller: Caller
+) -> RequestError:
+    """The 503 when nobody takes a request. Operators also see which engine is where, and what is wrong."""
+    why = "".join(f"; {engine}: {obstacle}" for engine, obstacle in obstacles) if caller.operator else ""
+    return unavailable(f"no decode engine for {model!r} takes requests now{why}", code=reason)

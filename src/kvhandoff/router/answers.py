@@ -41,10 +41,20 @@ class LegFailed(Exception):
         """Whether the engine may have begun."""
         return self.kind in ("broken", "late")
 
-    def as_error(self) -> RequestError:
-        """What the client is told when no attempt is left."""
+    def as_error(self, *, to_operator: bool) -> RequestError:
+        """What the client is told when no attempt is left; where which engine is, operators alone."""
         status = {"late": 504, "broken": 502}.get(self.kind, 503)
-        return RequestError(str(self), status=status, code=f"{self.role}_failed", kind="engine_error")
+        what = str(self) if to_operator else f"the {self.role} engine {_FOR_CLIENTS[self.kind]}"
+        return RequestError(what, status=status, code=f"{self.role}_failed", kind="engine_error")
+
+
+_FOR_CLIENTS: dict[FailureKind, str] = {
+    "refused": "can't be reached",
+    "not_sent": "can't be reached",
+    "ticket_refused": "doesn't take the router's tickets",
+    "broken": "gave no usable answer",
+    "late": "did not answer in time",
+}
 
 
 class Answer(NamedTuple):

@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 
-from kvhandoff.router.body import Fields, read_text
+from kvhandoff.core.errors import RequestError
+from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
@@ -108,12 +109,24 @@ def names_of(
 
 
 def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
-    """What the client itself calls the conversation: the most particular of its names."""
-    given = [read_text(fields, "conversation_id")]
+    """What the client itself calls the conversation: the most particular of its names. Raises RequestError
+    for one that is no text: the client would take its turns for one conversation."""
+    given = [_name(fields, "conversation_id")]
     given += [headers.get(name, "") for name in HEADERS]
-    given.append(read_text(fields, "prompt_cache_key"))
+    given.append(_name(fields, "prompt_cache_key"))
     # A header's bytes that are no UTF-8 stand in its text as lone surrogates.
     return next((name.encode(errors="surrogatepass") for name in given if name), None)
+
+
+def _name(fields: Fields, field: str) -> str:
+    raw = fields.get(field)
+    if raw is None or bytes(raw) == b"null":
+        return ""
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        got = bytes(raw[:80]).decode(errors="replace")
+        raise RequestError(f"{field}: got {got}, allowed is a string", param=field) from error
 
 
 @lru_cache(maxsize=1024)

@@ -320,7 +320,7 @@ OPERATIONS: Final[Mapping[Page, Operation]] = {
                     )
                 ),
             )
-            for status, what in (("200", "They can."), ("503", "No decode engine is healthy."))
+            for status, what in (("200", "They can."), ("503", "No decode engine takes requests."))
         },
     ),
     ("GET", "/metrics"): Operation(

@@ -12,7 +12,7 @@ def describe_fleet(fleet: Fleet) -> tuple[int, dict[str, Any]]:
     """(HTTP status, body): 503 when no decode engine takes legs."""
     ready = any(engine.obstacle is None for engine in fleet.decode)
     return 200 if ready else 503, {
-        "status": "ready" if ready else "no decode engine is healthy",
+        "status": "ready" if ready else "no decode engine takes requests",
         "engines": [describe_engine(engine) for engine in fleet.engines],
         "pairs": fleet.pairs.report(),
         "sources": [{"name": source.name, "problem": source.problem} for source in fleet.sources],

@@ -35,13 +35,13 @@ import logging
 from typing import Literal
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import unavailable
 from kvhandoff.core.ids import HandoffId, new_handoff_id
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
+from kvhandoff.router.access import CALLER
 from kvhandoff.router.admission import Admission, tolerate_miss
-from kvhandoff.router.answering import Outcome, carry_through
+from kvhandoff.router.answering import Outcome, carry_through, no_decode_engine
 from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.dispatch import Dispatcher
@@ -221,10 +221,8 @@ class Relay:
             target = choose(self._fleet.view(), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
             x.draft.because(target)
-            problems = "".join(
-                f"; {engine}: {engine.obstacle}" for engine in self._fleet.decode if engine.obstacle
-            )
-            raise unavailable(f"no decode engine for {model!r} is healthy{problems}", code=target)
+            obstacles = [(engine, engine.obstacle) for engine in self._fleet.decode if engine.obstacle]
+            raise no_decode_engine(model, obstacles, target, x.request[CALLER])
         return self._fleet.engine(target)
 
     def _view(self, x: Exchange) -> FleetView:
@@ -251,7 +249,7 @@ class Relay:
         too_old = x.elapsed() > self._config.timeouts.retry_s
         of_prefill = failure.role == "prefill"
         if left < 1 or (too_old and not of_prefill):
-            raise failure.as_error()
+            raise failure.as_error(to_operator=x.request[CALLER].operator)
         if of_prefill and (left == 1 or too_old):
             # The last attempt is the one that needs the fewest engines.
             self._go_local(x, reason, str(failure))

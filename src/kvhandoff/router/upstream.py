@@ -87,7 +87,7 @@ class UpstreamFront(Pages):
             }
             for engine in self._fleet.engines
         ]
-        status = "ready" if ready else "no decode engine is healthy"
+        status = "ready" if ready else "no decode engine takes requests"
         body = {"status": status, "connector": self._config.connector, "verified": False, "engines": engines}
         return json_response(body, status=200 if ready else 503)
 

@@ -45,10 +45,11 @@ class UpstreamFailed(Exception):
         failed = Reason.PREFILL_FAILED if engine.role == "prefill" else Reason.DECODE_FAILED
         self.reason = failed if reason is None else reason
 
-    def as_error(self) -> RequestError:
-        """What the client is told when no attempt is left."""
-        status = 504 if self.late else 502
-        return RequestError(str(self), status=status, code=self.reason, kind="engine_error")
+    def as_error(self, *, to_operator: bool) -> RequestError:
+        """What the client is told when no attempt is left; where which engine is, operators alone."""
+        status, how = (504, "did not answer in time") if self.late else (502, "gave no usable answer")
+        what = str(self) if to_operator else f"the {self.engine.role} engine {how}"
+        return RequestError(what, status=status, code=self.reason, kind="engine_error")
 
 
 class Refused(Exception):

@@ -26,6 +26,7 @@ from kvhandoff.core.ids import new_handoff_id
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import Role
 from kvhandoff.router.legs import leg_headers
+from kvhandoff.router.side import read_error
 from kvhandoff.router.upstream_bodies import probe_body
 from kvhandoff.router.upstream_config import CONNECTOR_CLASSES, MODES, UpstreamAddress, UpstreamConnector
 
@@ -118,6 +119,11 @@ class ConnectorCheck:
                 runs = await self._probe(model)
         except TimeoutError:
             self._unknown("no answer in time")
+        except _AsksForTicket:
+            self._problem = (
+                "it is an engine of kvhandoff's own, which obeys tickets only, allowed with --connector "
+                f"{self._connector} is {CONNECTOR_CLASSES[self._connector]}; leave --connector out for it"
+            )
         except _NoAnswer as error:
             self._unknown(str(error))
         else:
@@ -138,7 +144,10 @@ class ConnectorCheck:
         ) as answer:
             body = await answer.read()
         if answer.status != 200:
-            raise _NoAnswer(f"status {answer.status} {body[:200]!r}")
+            error = read_error(body)
+            if error.code == "bad_ticket":
+                raise _AsksForTicket
+            raise _NoAnswer(f"status {answer.status} {error.message}".rstrip())
         try:
             return _answer.decode(body).kv_transfer_params
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -147,3 +156,7 @@ class ConnectorCheck:
 
 class _NoAnswer(Exception):
     """It did not answer the leg as such."""
+
+
+class _AsksForTicket(Exception):
+    """It is an engine of this project's."""

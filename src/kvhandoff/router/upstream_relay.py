@@ -26,13 +26,13 @@ import logging
 import msgspec
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError, unavailable
+from kvhandoff.core.errors import RequestError
 from kvhandoff.core.ids import EngineId, Epoch, Identity, new_handoff_id
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER
-from kvhandoff.router.answering import Outcome, carry_through, pass_on
+from kvhandoff.router.answering import Outcome, carry_through, no_decode_engine, pass_on
 from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.engine import describe
@@ -148,7 +148,7 @@ class UpstreamRelay:
                 left = self._config.max_attempts - draft.attempts
                 too_old = self._clock() - job.timer.started > timeouts.retry_s
                 if left < 1 or (too_old and not of_prefill):
-                    raise failure.as_error() from failure
+                    raise failure.as_error(to_operator=job.request[CALLER].operator) from failure
                 if of_prefill and (left == 1 or too_old):
                     draft.path = "local"  # the last attempt is the one that needs the fewest engines
 
@@ -221,8 +221,8 @@ class UpstreamRelay:
             choice = _POLICIES.choose_decode(self._view(job), job.draft.model, avoid, holder)
         if isinstance(choice, Reason):
             job.draft.because(choice)
-            problems = "".join(f"; {engine}: {engine.problem}" for engine in self._fleet.decode)
-            raise unavailable(f"no decode engine for {job.draft.model!r} is healthy{problems}", code=choice)
+            obstacles = [(engine, engine.problem) for engine in self._fleet.decode if engine.problem]
+            raise no_decode_engine(job.draft.model, obstacles, choice, job.request[CALLER])
         return self._fleet.by_url[choice.url]
 
     def _view(self, job: Job) -> FleetView:
