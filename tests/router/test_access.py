@@ -75,10 +75,10 @@ async def test_where_engines_are_is_for_operators(cluster: Any, tmp_path: Path) 
     async def said(c: Any, name: str) -> str:
         return str((await c.post(c.body(), headers=bearer(name)))[1]["error"]["message"])
 
-    async with cluster(security=security(tmp_path), on_miss="error", timeouts=NO_ACCOUNT) as c:
-        c.p.script = failing(500)
-        assert await said(c, "acme") == "the prefill engine gave no usable answer"
-        assert c.p.url in await said(c, "ops")
+    async with cluster(security=security(tmp_path), timeouts=NO_ACCOUNT) as c:
+        c.d.script = failing(500)
+        assert await said(c, "acme") == "the decode engine gave no usable answer"
+        assert c.d.url in await said(c, "ops")
 
         await c.d.kill()
         none = f"no decode engine for {MODEL!r} takes requests now"

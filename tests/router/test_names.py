@@ -257,8 +257,12 @@ def test_what_cannot_be_read_has_no_fingerprints(messages: bytes) -> None:
 @settings(deadline=None)  # the machine may be busy
 @given(JSON, JSON, JSON, st.sampled_from(Endpoint))
 def test_any_types(messages: Any, conversation: Any, salt: Any, endpoint: Endpoint) -> None:
+    if conversation is not None and not isinstance(conversation, str):
+        with pytest.raises(RequestError, match=r"conversation_id: got .*, allowed is a string"):
+            names(endpoint=endpoint, conversation_id=conversation)
+        conversation = None
     made = names(endpoint=endpoint, messages=messages, conversation_id=conversation, cache_salt=salt)
-    assert (made.explicit is not None) is (isinstance(conversation, str) and conversation != "")
+    assert (made.explicit is not None) is bool(conversation)
     assert len(made.messages) == (
         len(messages) if endpoint is Endpoint.CHAT and isinstance(messages, list) else 0
     )

@@ -125,7 +125,7 @@ def _name(fields: Fields, field: str) -> str:
     try:
         return msgspec.json.decode(raw, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        got = bytes(raw[:80]).decode(errors="replace")
+        got = bytes(raw)[:80].decode(errors="replace")
         raise RequestError(f"{field}: got {got}, allowed is a string", param=field) from error
 
 

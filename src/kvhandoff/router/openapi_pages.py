@@ -136,8 +136,8 @@ _FIELDS: Final[Schema] = {
     "model": {"type": "string", "description": "One of GET /v1/models."},
     "stream": {"type": ["boolean", "null"], "description": "Server-sent events instead of one body."},
     "cache_salt": _TEXT_OR_NULL | {"description": "KV is reused only under the same salt."},
-    "conversation_id": {"description": "A text names the conversation; engines never see it."},
-    "prompt_cache_key": {"description": "The same, OpenAI's field."},
+    "conversation_id": _TEXT_OR_NULL | {"description": "Names the conversation; engines never see it."},
+    "prompt_cache_key": _TEXT_OR_NULL | {"description": "The same, OpenAI's field."},
     "kv_transfer_params": {"description": "Dropped: a client can't steer a transfer."},
 }
 _MESSAGES: Final = _array({"type": "object"}) | {"minItems": 1}
