@@ -68,10 +68,14 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The records of a regime's requests, by what was asked for, in the order of the rounds."""
+    """What came of a regime's requests."""
 
     regime: Regime
     records: Mapping[PathChoice, Sequence[RequestRecord]]
+    """By what was asked for, in the order of the rounds."""
+    ended: int
+    """Companions, of all rounds, that had ended before the request beside them was sent: at 0 each situation
+    was what it was to be."""
 
 
 def measure_costs(
@@ -81,15 +85,21 @@ def measure_costs(
     measured = []
     for regime in regimes:
         taken: dict[PathChoice, list[RequestRecord]] = {choice: [] for choice in CHOICES}
+        ended = 0
         for turn in range(rounds):
             for choice in in_turn(CHOICES, turn):
-                taken[choice].append(served.run(_measure(served, prompts, regime, choice)))
+                record, gone = served.run(_measure(served, prompts, regime, choice))
+                taken[choice].append(record)
+                ended += gone
                 advance()
-        measured.append(Measured(regime, taken))
+        measured.append(Measured(regime, taken, ended))
     return measured
 
 
-async def _measure(served: Deployment, prompts: Prompts, regime: Regime, choice: PathChoice) -> RequestRecord:
+async def _measure(
+    served: Deployment, prompts: Prompts, regime: Regime, choice: PathChoice
+) -> tuple[RequestRecord, int]:
+    """The request's record, and how many of its companions had ended when it was sent."""
     client, url = Client(served), served.routers[ROUTER]
 
     async def ask(tokens: int, path: PathChoice, answer_tokens: int) -> Seen:
@@ -102,18 +112,17 @@ async def _measure(served: Deployment, prompts: Prompts, regime: Regime, choice:
 
     busy = regime.busy * (len(served.engines) - 1)
     async with asyncio.TaskGroup() as group:
-        for _ in range(busy):
-            group.create_task(ask(BUSY_TOKENS, "local", BUSY_ANSWER))
-        await _under_way(served, url, busy, answering=True)
-        for _ in range(regime.ahead):
-            group.create_task(ask(regime.tokens, "pull", 2))
-        await _under_way(served, url, busy + regime.ahead, answering=False)
+        companions = [group.create_task(ask(BUSY_TOKENS, "local", BUSY_ANSWER)) for _ in range(busy)]
+        await _under_way(served, url, companions, answering=True)
+        companions += [group.create_task(ask(regime.tokens, "pull", 2)) for _ in range(regime.ahead)]
+        await _under_way(served, url, companions, answering=False)
+        ended = sum(companion.done() for companion in companions)
         seen = await ask(regime.tokens, choice, ANSWER_TOKENS)
     record = await served.record(seen.name, ROUTER)
     await served.idle()
     if choice != "auto" and (record.path, record.attempts) != (choice, 1):
         raise RuntimeError(f"{choice} was asked for, and this came of it: {record}")
-    return record
+    return record, ended
 
 
 class _Running(msgspec.Struct):
@@ -123,15 +132,17 @@ class _Running(msgspec.Struct):
 _running = msgspec.json.Decoder(_Running)
 
 
-async def _under_way(served: Deployment, router: str, requests: int, *, answering: bool) -> None:
-    """Wait until the router carries so many requests, and if `answering`, all of them have content. Raises
-    TimeoutError."""
+async def _under_way(
+    served: Deployment, router: str, companions: Sequence[asyncio.Task[Seen]], *, answering: bool
+) -> None:
+    """Wait until the router carries all companions that have not ended, and if `answering`, all of them have
+    content. Raises TimeoutError."""
     async with asyncio.timeout(UNDER_WAY_S):
         while True:
             async with served.session.get(f"{router}/v1/handoffs") as answer:
                 running = _running.decode(await answer.read()).running
             ready = [record for record in running if record.ttft_s is not None or not answering]
-            if len(ready) >= requests:
+            if len(ready) >= sum(not companion.done() for companion in companions):
                 return
             await asyncio.sleep(POLL_S)
 
@@ -164,6 +175,8 @@ class Verdict:
     """What would be expected with nothing learned."""
     chosen: Sequence[Path]
     """By `auto`, in the order of the rounds."""
+    ended: int
+    """As in `Measured`."""
 
     @property
     def cheapest(self) -> Path:
@@ -200,6 +213,7 @@ def verdict(measured: Measured, block_size: int, model: str) -> Verdict:
         },
         prior(regime, block_size, model),
         [record.path for record in measured.records["auto"] if record.path is not None],
+        measured.ended,
     )
 
 

@@ -169,7 +169,12 @@ def learned_report(
             "answer_tokens": ANSWER_TOKENS,
             "answer_tokens_of_busy_requests": BUSY_ANSWER,
             "regimes": {
-                each.regime.name: {"ahead": each.regime.ahead, "busy": each.regime.busy} for each in verdicts
+                each.regime.name: {
+                    "ahead": each.regime.ahead,
+                    "busy": each.regime.busy,
+                    "ended_too_early": each.ended,
+                }
+                for each in verdicts
             },
             "median_relative_error_under_shifting_load": {
                 path: round(statistics.median(each), 3) for path, each in errors.items()

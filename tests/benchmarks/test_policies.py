@@ -330,7 +330,7 @@ def judged(auto: Sequence[RequestRecord]) -> Verdict:
         "pull": [costed("pull", 5.0)] * 3,
         "push": [costed("push", 3.0)] * 3,
     }
-    return verdict(Measured(REGIME, {**forced, "auto": auto}), 16, "m")
+    return verdict(Measured(REGIME, {**forced, "auto": auto}, 3), 16, "m")
 
 
 def test_a_verdict() -> None:
@@ -340,6 +340,7 @@ def test_a_verdict() -> None:
     assert found.cost_s == {"local": 4.0, "pull": 5.0, "push": 3.0}
     assert found.cheapest == "push"
     assert found.regret == pytest.approx((3 + 3 + 5) / 3 / 3)
+    assert found.ended == 3
     assert [found.error(path, found.expected_s) for path in ("local", "pull", "push")] == [0.5, 0.0, 1.0]
     assert found.prior_s["local"] == pytest.approx(0.5)  # 1000 tokens at the prior's 2000 tokens/s
     assert found.prior_s == prior(REGIME, 16, "m")
