@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvhandoff.router.deadline import Deadline
+from kvhandoff.router.deadline import Deadlines
 
 LONG_S = 60.0
 
@@ -14,15 +14,15 @@ LONG_S = 60.0
 async def test_the_wait_ends_with_a_timeout() -> None:
     task = asyncio.current_task()
     assert task is not None
-    with pytest.raises(TimeoutError), Deadline(0):
+    with pytest.raises(TimeoutError), Deadlines().within(0):
         await asyncio.Event().wait()
     assert task.cancelling() == 0
 
 
 async def test_in_time() -> None:
-    with Deadline(0):
+    with Deadlines().within(0):
         pass
-    with Deadline(0) as deadline:
+    with Deadlines().within(0) as deadline:
         deadline.lift()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -30,7 +30,7 @@ async def test_in_time() -> None:
 
 async def test_moved() -> None:
     async def wait() -> None:
-        with Deadline(LONG_S) as deadline:
+        with Deadlines().within(LONG_S) as deadline:
             deadline.move(0)
             deadline.move(0)
             await asyncio.Event().wait()
@@ -40,14 +40,14 @@ async def test_moved() -> None:
 
 
 async def test_moved_out_of_the_way() -> None:
-    with Deadline(0) as deadline:
+    with Deadlines().within(0) as deadline:
         deadline.move(LONG_S)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
 
 async def test_no_move_after_its_end() -> None:
-    with Deadline(LONG_S) as deadline:
+    with Deadlines().within(LONG_S) as deadline:
         pass
     deadline.move(0)
     await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_a_cancellation_for_another_cause_goes_through() -> None:
     entered = asyncio.Event()
 
     async def wait(seconds: float) -> None:
-        with Deadline(LONG_S) as deadline:
+        with Deadlines().within(LONG_S) as deadline:
             deadline.move(seconds)
             entered.set()
             await asyncio.Event().wait()
@@ -75,7 +75,7 @@ async def test_a_cancellation_for_another_cause_goes_through() -> None:
 
 async def test_an_error_at_the_same_moment_is_the_error() -> None:
     async def break_off() -> None:
-        with Deadline(0):
+        with Deadlines().within(0):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError as error:
@@ -86,3 +86,24 @@ async def test_an_error_at_the_same_moment_is_the_error() -> None:
     with pytest.raises(ValueError, match="broken"):
         await break_off()
     assert task.cancelling() == 0
+
+
+async def test_waits_share_a_timer_and_each_ends_in_its_time() -> None:
+    """Whatever the order in which they were entered, and are over."""
+    deadlines, ended = Deadlines(), []
+
+    async def wait(name: str, seconds: float, entered: asyncio.Event) -> None:
+        with pytest.raises(TimeoutError), deadlines.within(seconds):
+            entered.set()
+            await asyncio.Event().wait()
+        ended.append(name)
+
+    tasks = []
+    for name, seconds in (("last", 0.12), ("first", 0.0), ("second", 0.06)):
+        entered = asyncio.Event()
+        tasks.append(asyncio.create_task(wait(name, seconds, entered)))
+        await entered.wait()
+    with deadlines.within(0.0) as lifted:
+        lifted.lift()
+        await asyncio.gather(*tasks)
+    assert ended == ["first", "second", "last"]

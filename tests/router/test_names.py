@@ -245,6 +245,16 @@ def test_former_turns_are_bounded() -> None:
     assert list(few.of_former_turns()) == [few.messages[1], few.messages[0]]
 
 
+@settings(max_examples=300)
+@given(st.text(), st.text())
+def test_a_plain_message_is_called_like_one_with_fields_that_do_not_count(role: str, content: str) -> None:
+    """The one is read by a shorter way than the other."""
+    plain = {"role": role, "content": content}
+    assert (
+        of_message(plain) == of_message(plain | {"id": "x"}) == of_message({"content": content, "role": role})
+    )
+
+
 @pytest.mark.parametrize(
     "messages",
     [b"[1e999]", b'["\xff"]', b'["a", {"content": 1e999}]', b'{"a": 1}'],

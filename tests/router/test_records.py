@@ -33,7 +33,7 @@ class Log:
             limit,
             on_reason=self.reasons.append,
             on_closed=lambda draft: self.closed.append(draft.status),
-            on_settled=self.settled.append,
+            on_settled=lambda _, record: self.settled.append(record),
         )
 
     def open(self, handoff_id: str = ID, *, pull: bool = True) -> Draft:

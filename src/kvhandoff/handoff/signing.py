@@ -33,7 +33,8 @@ class Signer:
 
     def __init__(self, cluster_key: bytes, purpose: bytes) -> None:
         """`purpose`: 16 bytes at most."""
-        self._key = blake2b(cluster_key, digest_size=32, person=purpose).digest()
+        key = blake2b(cluster_key, digest_size=32, person=purpose).digest()
+        self._keyed = blake2b(digest_size=32, key=key)
 
     def sign(self, payload: bytes) -> str:
         """`payload.signature`, both base64url."""
@@ -54,7 +55,9 @@ class Signer:
 
     def _mac(self, payload: bytes) -> bytes:
         """BLAKE2b with a key is a MAC by itself (RFC 7693), at a third of HMAC's time."""
-        return blake2b(payload, digest_size=32, key=self._key).digest()
+        mac = self._keyed.copy()
+        mac.update(payload)
+        return mac.digest()
 
 
 _URLSAFE = bytes.maketrans(b"+/", b"-_")

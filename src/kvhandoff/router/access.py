@@ -55,10 +55,12 @@ class Caller:
         """Whether a tenant's records are for this caller."""
         return self.operator or name == self.name
 
-    def models(self, served: Mapping[str, _Value]) -> dict[str, _Value]:
+    def models(self, served: Mapping[str, _Value]) -> Mapping[str, _Value]:
         """Those that it may use."""
         allowed = self._allowed
-        return {name: value for name, value in served.items() if allowed is None or name in allowed}
+        if allowed is None:
+            return served
+        return {name: value for name, value in served.items() if name in allowed}
 
     def check_model(self, name: str) -> None:
         """Raises RequestError (403) for a model that it may not use, whether there is one or not."""

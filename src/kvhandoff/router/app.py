@@ -124,9 +124,9 @@ class Front(Pages):
             self._conversations.account(leg)
         self._records.add_legs(legs)
 
-    def _settled(self, record: RequestRecord) -> None:
-        super()._settled(record)
-        self._fleet.learn(record)
+    def _settled(self, draft: Draft, record: RequestRecord) -> None:
+        super()._settled(draft, record)
+        self._fleet.learn(record, draft.weighed)
 
     def _served(self) -> Mapping[str, int | None]:
         return self._fleet.models()

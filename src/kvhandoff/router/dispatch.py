@@ -20,7 +20,7 @@ from kvhandoff.router.answers import (
     without_params,
 )
 from kvhandoff.router.config import Timeouts
-from kvhandoff.router.deadline import Deadline
+from kvhandoff.router.deadline import Deadlines
 from kvhandoff.router.dialect import dialect_of
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
@@ -35,6 +35,7 @@ class Dispatcher:
         self._client = client
         self._timeouts = timeouts
         self._on_miss = on_miss
+        self._deadlines = Deadlines()
 
     async def prefill(self, x: Exchange, source: Source) -> Outcome | None:
         """Run a prefill leg that the decode leg waits for (pull). None: done, `source.prefilled` has the
@@ -70,7 +71,7 @@ class Dispatcher:
         engine = source.engine
         with engine.circuit.begin(_verdict), x.draft.traced("prefill", source.ref, engine.url) as context:
             try:
-                with Deadline(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
+                with self._deadlines.within(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
                     async with self._post(x, engine, body, context) as upstream:
                         answer = await whole(upstream)
             except OSError as error:
@@ -98,7 +99,7 @@ class Dispatcher:
         ):
             x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
             try:
-                with Deadline(limit + pushed * self._timeouts.prefill_s) as deadline:
+                with self._deadlines.within(limit + pushed * self._timeouts.prefill_s) as deadline:
                     x.bound = Bound(engine, deadline, limit)
                     async with self._post(x, engine, body, context) as upstream:
                         if upstream.status != 200:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.ids import HandoffKey
@@ -20,8 +20,7 @@ from kvhandoff.router.reservations import Reservation
 from kvhandoff.router.source import Source
 
 
-@dataclass(slots=True, kw_only=True)
-class Exchange:
+class Exchange(msgspec.Struct, kw_only=True, eq=False):
     """One client request. Its times are cut on the router's own clock."""
 
     request: wire.Request
@@ -42,7 +41,7 @@ class Exchange:
     """Of the prompt, about."""
     kept: int = 0
     """Tokens of the history, about."""
-    cached: dict[str, int] = field(default_factory=dict)
+    cached: dict[str, int] = {}
     """Tokens of the prompt that a prefill engine (URL) is believed to have."""
     chosen: EngineView | None = None
     """The prefill engine that the path was chosen with, until anything may have changed since."""
@@ -54,7 +53,7 @@ class Exchange:
     """Of the key in tickets. Goes up when an attempt that may have begun is given up."""
     failures: int = 0
     """Legs of it that failed, so that another attempt was needed."""
-    avoid: set[str] = field(default_factory=set)
+    avoid: set[str] = set()
     """URLs of engines that failed this request."""
     source: Source | None = None
     """The prefill leg, for a decode leg beside it (push) or to come (pull)."""

@@ -23,7 +23,7 @@ from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.engine import Engine, Role
 from kvhandoff.router.members import FixedMembers, Member, MemberSource, merge
 from kvhandoff.router.pairs import PairTests
-from kvhandoff.router.policy import EngineView, Estimate, FleetView, learn_leg
+from kvhandoff.router.policy import EngineView, Estimate, FleetView, Weighed, learn_leg
 from kvhandoff.router.policy.costs import MIN_TOKENS
 from kvhandoff.router.probe import Probe
 from kvhandoff.router.records import RequestRecord
@@ -175,13 +175,12 @@ class Fleet:
 
     def resting(self) -> set[str]:
         """URLs of engines whose legs have failed of late: to be avoided."""
-        return {e.url for engines in (self.prefill, self.decode) for e in engines if e.circuit.rests}
+        return {engine.url for engine in self._by_url.values() if engine.circuit.rests}
 
-    def learn(self, record: RequestRecord) -> None:
+    def learn(self, record: RequestRecord, weighed: Weighed | None) -> None:
         """What only the router's own account of a request shows: its legs' ways, and its prompt's length."""
-        expected = record.expected
-        if expected is not None and expected.text_bytes and record.prompt_tokens >= MIN_TOKENS:
-            ratio = record.prompt_tokens / expected.text_bytes
+        if weighed is not None and weighed.text_bytes and record.prompt_tokens >= MIN_TOKENS:
+            ratio = record.prompt_tokens / weighed.text_bytes
             self._tokens_per_byte = self._tokens_per_byte.observe(ratio)
         if record.path == "pull" and record.attempts == 1 and record.prefill is not None:
             for engine in self.prefill:
@@ -203,7 +202,10 @@ class Fleet:
 
     def decodes(self, model: str) -> bool:
         """Whether a decode engine of the model gets legs."""
-        return any(d.obstacle is None and d.state is not None and d.state.model == model for d in self.decode)
+        for engine in self.decode:
+            if engine.state is not None and engine.state.model == model and engine.obstacle is None:
+                return True
+        return False
 
     def serves_responses(self, model: str) -> bool:
         """Whether the model's decode engines have the Responses API."""

@@ -136,6 +136,7 @@ def _root(tenant: str, cache_salt: str, model: str, key: bytes) -> bytes:
     return blake2b(belongs, digest_size=16, key=key).digest()
 
 
+@lru_cache(maxsize=1024)
 def _first(root: bytes) -> bytes:
     """What the first message's fingerprint begins from."""
     return _digest(b"messages", root)
@@ -147,7 +148,7 @@ def _fingerprints(fingerprint: bytes, messages: Sequence[msgspec.Raw | bytes]) -
     try:
         for raw in messages:
             # One that is long is taken by its bytes: reading it would hold up the loop.
-            seen = bytes(raw) if len(raw) > _LONG else _seen(msgspec.json.decode(raw))
+            seen = bytes(raw) if len(raw) > _LONG else _read(raw)
             if seen is not None:
                 fingerprint = _digest(fingerprint, seen)
             made.append(fingerprint)
@@ -181,8 +182,29 @@ _UNSEEN = frozenset({"id", "status", "cache_control", "annotations", "reasoning"
 _EMPTY: tuple[object, ...] = (None, "", [])
 
 
-def _seen(message: object) -> bytes | None:
+class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+    """What most messages are."""
+
+    role: str
+    content: str
+
+
+_plain = msgspec.json.Decoder(_Plain)
+
+
+def _read(raw: msgspec.Raw | bytes) -> bytes | None:
     """The JSON of what matters of a message; None: nothing of it does."""
+    try:
+        plain = _plain.decode(raw)
+    except msgspec.ValidationError:
+        return _seen(msgspec.json.decode(raw))
+    if not plain.role or not plain.content:
+        return _seen(msgspec.structs.asdict(plain))
+    return msgspec.json.encode({"role": plain.role}) + plain.content.encode()
+
+
+def _seen(message: object) -> bytes | None:
+    """The same of one that is read."""
     if isinstance(message, dict):
         kind = message.get("type")
         if kind == "reasoning":

@@ -47,7 +47,7 @@ class Pages(ABC):
     def _carry(self, request: wire.Request, endpoint: Endpoint) -> Answering:
         """The answer to a completion's request."""
 
-    def _settled(self, record: RequestRecord) -> None:
+    def _settled(self, draft: Draft, record: RequestRecord) -> None:
         """A request's record is complete."""
         self._metrics.observe(record)
 

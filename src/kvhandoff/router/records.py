@@ -135,56 +135,53 @@ class LegRef(msgspec.Struct, frozen=True):
     engine: Identity
 
 
-class Draft:
+class Draft(msgspec.Struct, eq=False, weakref=True):
     """The record of one request while its parts come in."""
 
-    def __init__(
-        self,
-        handoff_id: HandoffId,
-        *,
-        endpoint: Endpoint,
-        requested_path: PathChoice,
-        on_reason: Callable[[Reason], None],
-    ) -> None:
-        self.handoff_id = handoff_id
-        self.endpoint = endpoint
-        self.trace: RequestTrace | None = None
-        """While it is traced."""
-        self.trace_id = ""
-        self.tenant = ""
-        self.charge: Charge | None = None
-        """What it costs its tenant."""
-        self.model = ""
-        self.connector: Connector = "kvhandoff"
-        self.requested_path = requested_path
-        self.path: Path | None = None
-        self.weighed: Weighed | None = None
-        self.requested_return: ReturnChoice = "off"
-        self.history: Identity | None = None
-        self.rebound = 0
-        self.attempts = 0
-        self.status: int | None = None
-        self.walls: dict[str, float] = {}
-        """The router's own cuts; a leg's wall time stands under its network phase."""
-        self.first_content_s: float | None = None
-        self.first_byte_s: float | None = None
-        self.total_s: float | None = None
-        self.prefill: LegRef | None = None
-        self.prefill_wall_s: float | None = None
-        """Of a leg that ran beside the decode leg."""
-        self.decode: LegRef | None = None
-        self.complete = False
-        """The client has been sent the whole of a stream."""
-        self.joinable = True
-        """False when the engine answers without a ticket, so that its account doesn't name this handoff."""
-        self.response_id = endpoint.response_id(handoff_id)
-        """The `id` in the response's body."""
-        self.reasons: list[Reason] = []
-        self.told = False
-        """It has settled, and whoever wants to know does."""
-        self._on_reason = on_reason
-        self._legs: dict[tuple[int, str], LegRecord] = {}
-        """By attempt and engine."""
+    handoff_id: HandoffId
+    endpoint: Endpoint
+    requested_path: PathChoice
+    on_reason: Callable[[Reason], None]
+    """Called once for each reason."""
+    trace: RequestTrace | None = None
+    """While it is traced."""
+    trace_id: str = ""
+    tenant: str = ""
+    charge: Charge | None = None
+    """What it costs its tenant."""
+    model: str = ""
+    connector: Connector = "kvhandoff"
+    path: Path | None = None
+    weighed: Weighed | None = None
+    requested_return: ReturnChoice = "off"
+    history: Identity | None = None
+    rebound: int = 0
+    attempts: int = 0
+    status: int | None = None
+    walls: dict[str, float] = {}
+    """The router's own cuts; a leg's wall time stands under its network phase."""
+    first_content_s: float | None = None
+    first_byte_s: float | None = None
+    total_s: float | None = None
+    prefill: LegRef | None = None
+    prefill_wall_s: float | None = None
+    """Of a leg that ran beside the decode leg."""
+    decode: LegRef | None = None
+    complete: bool = False
+    """The client has been sent the whole of a stream."""
+    joinable: bool = True
+    """False when the engine answers without a ticket, so that its account doesn't name this handoff."""
+    response_id: str = ""
+    """The `id` in the response's body; empty: the one that the router would give it."""
+    reasons: list[Reason] = []
+    told: bool = False
+    """It has settled, and whoever wants to know does."""
+    legs: dict[tuple[int, str], LegRecord] = {}
+    """Engines' accounts, by attempt and engine."""
+
+    def __post_init__(self) -> None:
+        if not self.response_id:
+            self.response_id = self.endpoint.response_id(self.handoff_id)
 
     def headers(self) -> dict[str, str]:
         """What every response carries, errors too: under this id the record is found."""
@@ -211,13 +208,13 @@ class Draft:
         """Note and count a reason, once each."""
         if reason not in self.reasons:
             self.reasons.append(reason)
-            self._on_reason(reason)
+            self.on_reason(reason)
 
     def add_leg(self, leg: LegRecord) -> None:
         """An engine's account; a repeated one changes nothing."""
         name = (leg.attempt, leg.engine_id)
-        if name not in self._legs:
-            self._legs[name] = leg
+        if name not in self.legs:
+            self.legs[name] = leg
             for reason in leg.reasons:
                 self.because(reason)
 
@@ -243,8 +240,8 @@ class Draft:
             return self.status is not None
         return not (self._lacks(self.decode) or self._lacks(self.prefill))
 
-    def record(self) -> RequestRecord:
-        """All that is known now."""
+    def record(self, *, weighed: bool = True) -> RequestRecord:
+        """All that is known now; without what `auto` has weighed, for those who only count."""
         prefill, decode = self.accounts()
         lacking = self._lacks(self.prefill) or self._lacks(self.decode)
         phases, ttft_s = self._phases(prefill, decode)
@@ -292,7 +289,7 @@ class Draft:
             first_token_reused=decode.first_token_reused if decode else False,
             retained_tokens=decode.retained_tokens if decode else 0,
             reasons=list(self.reasons),
-            expected=self.weighed.expected() if self.weighed is not None else None,
+            expected=self.weighed.expected() if weighed and self.weighed is not None else None,
             prefill=self.prefill.engine if self.prefill else None,
             decode=self.decode.engine if self.decode else None,
             finish_reason=decode.finish_reason if decode else None,
@@ -305,7 +302,7 @@ class Draft:
     def _leg(self, ref: LegRef | None) -> LegRecord | None:
         if ref is None:
             return None
-        leg = self._legs.get((ref.key.attempt, ref.engine.engine_id))
+        leg = self.legs.get((ref.key.attempt, ref.engine.engine_id))
         return leg if leg is not None and leg.epoch == ref.engine.epoch else None
 
     def _phases(
@@ -362,7 +359,7 @@ class Records:
         *,
         on_reason: Callable[[Reason], None],
         on_closed: Callable[[Draft], None],
-        on_settled: Callable[[RequestRecord], None],
+        on_settled: Callable[[Draft, RequestRecord], None],
     ) -> None:
         self._limit = limit
         self._on_reason = on_reason
@@ -414,10 +411,10 @@ class Records:
 
     def _settle(self, draft: Draft) -> None:
         draft.told = True
-        record = draft.record()
+        record = draft.record(weighed=False)
         if draft.charge is not None and not record.incomplete:
             draft.charge.settle(record.prompt_tokens + record.completion_tokens)
-        self._on_settled(record)
+        self._on_settled(draft, record)
         if draft.trace is not None:
             draft.trace.end(draft, record)
 

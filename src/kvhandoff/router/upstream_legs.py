@@ -21,7 +21,7 @@ from kvhandoff.router.answers import Answer, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
-from kvhandoff.router.deadline import Deadline
+from kvhandoff.router.deadline import Deadline, Deadlines
 from kvhandoff.router.engine import describe, refuses_connection
 from kvhandoff.router.legs import leg_headers
 from kvhandoff.router.policy import RequestSummary
@@ -94,6 +94,7 @@ class UpstreamLegs:
         self._client = client
         self._timeouts = timeouts
         self._references = references
+        self._deadlines = Deadlines()
         self._clock = clock
 
     async def prefill(self, job: Job, source: UpstreamEngine, params: msgspec.Raw) -> msgspec.Raw:
@@ -116,7 +117,7 @@ class UpstreamLegs:
             with (
                 source.reserve(),
                 job.draft.traced("prefill", job.draft.prefill, source.url) as context,
-                Deadline(self._timeouts.prefill_s) as wait,
+                self._deadlines.within(self._timeouts.prefill_s) as wait,
                 source.silence.ends(wait),
             ):
                 async with self._post(job, source, body, context) as answer:
@@ -158,7 +159,7 @@ class UpstreamLegs:
             with (
                 target.reserve(),
                 job.draft.traced(name, job.draft.decode, target.url) as context,
-                Deadline(limit) as deadline,
+                self._deadlines.within(limit) as deadline,
             ):
                 watch = _Watch(beside, deadline)
                 async with self._post(job, target, body, context) as answer:

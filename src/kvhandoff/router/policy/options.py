@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -111,7 +110,8 @@ class Weighed(NamedTuple):
 
 def cheapest(costs: Mapping[Option, Cost]) -> Option:
     """The one that costs least; of several, the first in PREFERENCE."""
-    return min(filter(costs.__contains__, PREFERENCE), key=lambda option: costs[option].total)
+    totals = {option: costs[option].total for option in PREFERENCE if option in costs}
+    return min(totals, key=totals.__getitem__)
 
 
 def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
@@ -212,7 +212,7 @@ class _Model:
         speed = engine.costs.compute_s
         if speed.measured:
             return speed.at(context)
-        known = [alike.compute_s.at(context) for alike in self._alike if alike.compute_s.measured]
+        known = self._known(lambda costs: costs.compute_s.at(context))
         return _mean(known) if known else speed.at(context)
 
     def _return_s(self, engine: EngineView, tokens: int) -> float:
@@ -226,14 +226,14 @@ class _Model:
         own = quantity(engine.costs)
         if own.n:
             return own
-        known = [estimate for estimate in map(quantity, self._alike) if estimate.n]
+        known = self._known(quantity)
         return _mean(known) if known else own
 
-    @cached_property
-    def _alike(self) -> list[EngineCosts]:
-        """Of the engines of its model."""
+    def _known(self, quantity: _Quantity) -> list[Estimate]:
+        """Measured at the engines of its model."""
         model, fleet = self._decode.model, self._fleet
-        return [engine.costs for engine in (*usable(fleet.prefill, model), *usable(fleet.decode, model))]
+        engines = (*usable(fleet.prefill, model), *usable(fleet.decode, model))
+        return [estimate for engine in engines if (estimate := quantity(engine.costs)).n]
 
 
 def _mean(known: Sequence[Estimate]) -> Estimate:

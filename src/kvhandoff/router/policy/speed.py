@@ -25,6 +25,8 @@ class Speed(msgspec.Struct, frozen=True):
     bands: tuple[Estimate, ...]
     measured: tuple[int, ...] = ()
     """Those that have been, in order."""
+    speaks: tuple[int, ...] = tuple(range(BANDS))
+    """For each band: the one that speaks for it."""
 
     @classmethod
     def same(cls, estimate: Estimate) -> Speed:
@@ -38,18 +40,18 @@ class Speed(msgspec.Struct, frozen=True):
 
     def at(self, context: float) -> Estimate:
         """For a token with so many before it; over a run of tokens, take those before the middle one."""
-        band = _band(context)
-        if self.bands[band].n or not self.measured:
-            return self.bands[band]
-        return self.bands[min(self.measured, key=lambda index: abs(index - band))]
+        return self.bands[self.speaks[_band(context)]]
 
     def observe(self, context: float, value: float) -> Speed:
         """With one more observation; the first one of a band starts from what was thought of it."""
         band = _band(context)
         known = self.bands[band]
-        start = known if known.n else Estimate(self.at(context).value, 0, known.above)
-        measured = self.measured if known.n else tuple(sorted((*self.measured, band)))
-        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]), measured)
+        start, measured, speaks = known, self.measured, self.speaks
+        if not known.n:
+            start = Estimate(self.at(context).value, 0, known.above)
+            measured = tuple(sorted((*measured, band)))
+            speaks = tuple(min(measured, key=lambda each: abs(each - other)) for other in range(BANDS))
+        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]), measured, speaks)
 
 
 def _band(context: float) -> int:
