@@ -84,13 +84,14 @@ class Machine:
             moved, last = tokens * self.token_bytes, min(tokens, CHUNK) * self.token_bytes
             computing = about(tokens * self.compute_s)
             costs = learn(costs, _leg("prefill", {"prefill_compute": computing}, computed_tokens=tokens))
-            phases = {"prefill_network": about(self.leg_s)}
-            costs = learn_leg(costs, phases)
             if number % 2:
+                costs = learn_leg(costs, {"prefill_network": about(self.leg_s)})
                 phases = {"post": 0.0, "wire": about(moved * self.byte_s), "detect": about(self.pull_s)}
                 early = 0.0
             else:
-                phases = {"write_tail": about(last * self.byte_s), "detect": about(self.push_s)}
+                awaited = {"await_prefill": computing + self.push_s / 4}
+                costs = learn_leg(costs, awaited, {"prefill_compute": computing})
+                phases = {"write_tail": about(last * self.byte_s), "detect": about(self.push_s * 3 / 4)}
                 early = moved - last
             leg = _leg(
                 "decode", phases, transferred_tokens=tokens, bytes=round(moved), early_bytes=round(early)

@@ -95,23 +95,30 @@ def unlike(costs: EngineCosts) -> dict[str, float]:
         (
             leg(
                 "decode",
-                {"post": 0.1, "wire": 0.3, "claim": 0.01, "detect": 0.03, "recompute": 0.02},
+                {
+                    "decode_queue": 0.02,
+                    "post": 0.1,
+                    "wire": 0.3,
+                    "claim": 0.01,
+                    "detect": 0.03,
+                    "recompute": 0.02,
+                },
                 computed_tokens=1,
                 transferred_tokens=1000,
                 bytes=10**8,
             ),
-            {"token_bytes": 1e5, "read_s": 4e-9, "pull_s": 0.04},
+            {"token_bytes": 1e5, "read_s": 4e-9, "pull_s": 0.06},
         ),
         (
             # The last 10 MB take 5 ms at the prior's 2 GB/s.
             leg(
                 "decode",
-                {"await_prefill": 2.0, "write_tail": 0.025, "detect": 0.01},
+                {"decode_queue": 0.02, "await_prefill": 2.0, "write_tail": 0.025, "detect": 0.01},
                 transferred_tokens=1000,
                 bytes=10**8,
                 early_bytes=9 * 10**7,
             ),
-            {"token_bytes": 1e5, "push_s": 0.03},
+            {"token_bytes": 1e5, "push_s": 0.05},
         ),
         (leg("prefill", {"prefill_compute": 2.0}, computed_tokens=63), {}),
         (leg("prefill", {}, computed_tokens=1000), {}),
@@ -170,9 +177,25 @@ def test_a_band_without_measurements_takes_those_of_the_nearest() -> None:
 
 
 def test_what_the_routers_own_account_teaches() -> None:
-    phases = {"route": 5.0, "prefill_network": 0.01, "prefill_offer": 0.02, "bind": 0.03, "wire": 7.0}
+    phases = {
+        "route": 5.0,
+        "prefill_network": 0.01,
+        "prefill_tokenize": 0.04,
+        "prefill_offer": 0.02,
+        "bind": 0.03,
+        "wire": 7.0,
+    }
     costs = reduce(lambda costs, _: learn_leg(costs, phases), range(500), UNMEASURED)
-    assert unlike(costs) == pytest.approx({"leg_s": 0.06}, rel=0.01)
+    assert unlike(costs) == pytest.approx({"leg_s": 0.1}, rel=0.01)
+
+
+@pytest.mark.parametrize(("awaited", "beside_s"), [(2.05, 0.05), (1.0, 0.0)])
+def test_what_a_pushed_leg_teaches(awaited: float, beside_s: float) -> None:
+    """What the decode engine has waited for it beyond its own account of queue, return and computing."""
+    phases = {"await_prefill": awaited, "write_tail": 3.0}
+    beside = {"prefill_network": 9.0, "prefill_queue": 0.5, "return": 0.3, "prefill_compute": 1.2}
+    costs = reduce(lambda costs, _: learn_leg(costs, phases, beside), range(500), UNMEASURED)
+    assert unlike(costs) == pytest.approx({"beside_s": beside_s}, rel=0.01, abs=1e-9)
 
 
 def test_text_is_measured() -> None:
@@ -189,8 +212,9 @@ MEASURED = EngineCosts(
     read_s=Estimate(1e-9, 9),
     token_bytes=Estimate(1e5, 9),
     pull_s=Estimate(0.01, 9),
-    push_s=Estimate(0.02, 9),
+    push_s=Estimate(0.015, 9),
     leg_s=Estimate(0.03, 9),
+    beside_s=Estimate(0.005, 9),
 )
 
 

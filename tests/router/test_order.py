@@ -63,3 +63,29 @@ async def test_push_is_left_where_it_is_known_to_lose(cluster: Any) -> None:
                 account(c.d, "decode", phases, bytes=10**6, early_bytes=10**6, transferred_tokens=1000)
             await reported(c.d)
         assert paths == [("push", True), ("pull", False)]
+
+
+async def test_push_is_left_where_its_prefill_leg_is_known_to_begin_late(cluster: Any) -> None:
+    """What no engine sees alone: how much longer the one has waited than the other has computed."""
+    async with cluster(poll_interval_s=0.01) as c:
+        c.d.free = 1000
+        await reported(c.d)
+        note = c.d.note
+
+        def late(leg: Any, **changes: Any) -> None:
+            phases = {"await_prefill": 5.0, "write_tail": 0.0, "detect": 0.0}
+            moved = {"transferred_tokens": 1000, "bytes": 10**6, "early_bytes": 10**6}
+            note(leg, **(changes | moved), phases=phases)
+
+        c.d.note = late
+        paths = []
+        for _ in range(2):
+            _, answer = await c.post(c.body(prompt=TOKENS))
+            record = await c.record(answer["id"])
+            ttft = record["expected"]["ttft_s"]
+            paths.append((record["path"], ttft["push"] < ttft["pull"]))
+            for _ in range(10):
+                _, answer = await c.post(c.body(prompt=TOKENS), headers={"x-kvhandoff-path": "push"})
+                record = await c.record(answer["id"])
+                assert (record["path"], record["kv_source"]) == ("push", "transferred")
+        assert paths == [("push", True), ("pull", False)]

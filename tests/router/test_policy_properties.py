@@ -46,6 +46,7 @@ COSTS = st.builds(
     pull_s=estimates(1e-6, 1),
     push_s=estimates(1e-6, 1),
     leg_s=estimates(1e-6, 1),
+    beside_s=estimates(1e-6, 1),
 )
 COUNT = st.integers(0, 20)
 TOKENS = st.integers(0, 100_000)

@@ -182,10 +182,14 @@ class Fleet:
         if weighed is not None and weighed.text_bytes and record.prompt_tokens >= MIN_TOKENS:
             ratio = record.prompt_tokens / weighed.text_bytes
             self._tokens_per_byte = self._tokens_per_byte.observe(ratio)
-        if record.path == "pull" and record.attempts == 1 and record.prefill is not None:
-            for engine in self.prefill:
-                if engine.identity == record.prefill:
-                    engine.costs = learn_leg(engine.costs, record.phases)
+        if record.attempts != 1 or record.rebound or record.prefill is None:
+            return
+        beside = record.prefill_phases if record.path == "push" else None
+        if beside is not None and record.kv_source != "transferred":
+            return  # the decode engine did not wait for it
+        for engine in self.prefill:
+            if engine.identity == record.prefill:
+                engine.costs = learn_leg(engine.costs, record.phases, beside)
 
     def engine(self, view: EngineView) -> Engine:
         """The engine behind a policy's choice."""

@@ -10,6 +10,8 @@ what each takes to post is in the measured seconds per byte.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from msgspec.structs import replace
 
@@ -38,14 +40,17 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     token_bytes: Estimate = Estimate(100e3, above=1.0)
     """KV of a token. Prior: between the 23 kB of a 135M and the 128 kB of an 8B model in bf16."""
     pull_s: Estimate = Estimate(0.003)
-    """What a read takes beyond its bytes: the rest of the claim, and taking the request up. Prior: the wait
-    for the next step of a small model."""
-    push_s: Estimate = Estimate(0.005)
-    """The same of a write, from the last chunk computed: its commit, and taking the request up. Prior: as for
-    a pull with its leg, so that a push wins by what it hides and by nothing else."""
+    """What a read takes beyond its bytes: allocating blocks, the rest of the claim, and taking the request
+    up. Prior: the wait for the next step of a small model."""
+    push_s: Estimate = Estimate(0.003)
+    """The same of a write: allocating its blocks, and from the last chunk computed its commit and taking the
+    request up. Prior: as for a pull, so that a push wins by what it hides and by nothing else."""
     leg_s: Estimate = Estimate(0.002)
     """What a prefill leg that is waited for takes beyond the engine's computing, as the router sees it:
-    network, response, binding, sending the next leg. Prior: two exchanges on one host."""
+    network, tokenizing, response, binding, sending the next leg. Prior: two exchanges on one host."""
+    beside_s: Estimate = Estimate(0.002)
+    """What a prefill leg beside the decode leg takes beyond the engine's computing, as the decode engine sees
+    it: from its blocks being granted to the prompt being computed. Prior: as for the other."""
 
 
 UNMEASURED = EngineCosts()
@@ -67,20 +72,30 @@ def learn(costs: EngineCosts, leg: LegRecord) -> EngineCosts:
         return replace(costs, read_s=costs.read_s.observe(phases[Phase.RETURN] / leg.bytes))
     if Phase.WIRE in phases:
         moving = phases.get(Phase.POST, 0.0) + phases[Phase.WIRE]
-        taken = phases.get(Phase.CLAIM, 0.0) + phases.get(Phase.DETECT, 0.0)
+        taken = _sum(phases, Phase.DECODE_QUEUE, Phase.CLAIM, Phase.DETECT)
         return replace(
             costs, read_s=costs.read_s.observe(moving / leg.bytes), pull_s=costs.pull_s.observe(taken)
         )
     if Phase.WRITE_TAIL in phases:
         tail = phases[Phase.WRITE_TAIL] - (leg.bytes - leg.early_bytes) * costs.read_s.value
-        return replace(costs, push_s=costs.push_s.observe(max(0.0, tail) + phases.get(Phase.DETECT, 0.0)))
+        taken = max(0.0, tail) + _sum(phases, Phase.DECODE_QUEUE, Phase.DETECT)
+        return replace(costs, push_s=costs.push_s.observe(taken))
     return costs
 
 
-def learn_leg(costs: EngineCosts, phases: dict[str, float]) -> EngineCosts:
-    """The prefill engine's costs after a pulled request with these phases, by the router's own account
-    (`RequestRecord`): an engine doesn't see what its leg takes outside."""
-    outside = (Phase.PREFILL_NETWORK, Phase.PREFILL_OFFER, Phase.BIND)
-    return replace(
-        costs, leg_s=costs.leg_s.observe(max(0.0, sum(phases.get(phase, 0.0) for phase in outside)))
-    )
+def learn_leg(
+    costs: EngineCosts, phases: Mapping[str, float], beside: Mapping[str, float] | None = None
+) -> EngineCosts:
+    """The prefill engine's costs after a handed over request with these phases, by the router's own account
+    (`RequestRecord`): an engine doesn't see what its leg takes outside. `beside`: the leg's own phases, when
+    the request was pushed; of two engines' clocks only durations are compared."""
+    if beside is None:
+        outside = _sum(phases, Phase.PREFILL_NETWORK, Phase.PREFILL_TOKENIZE, Phase.PREFILL_OFFER, Phase.BIND)
+        return replace(costs, leg_s=costs.leg_s.observe(max(0.0, outside)))
+    waited = _sum(phases, Phase.AWAIT_PREFILL)
+    computing = _sum(beside, Phase.PREFILL_QUEUE, Phase.RETURN, Phase.PREFILL_COMPUTE)
+    return replace(costs, beside_s=costs.beside_s.observe(max(0.0, waited - computing)))
+
+
+def _sum(phases: Mapping[str, float], *names: Phase) -> float:
+    return sum(phases.get(name, 0.0) for name in names)

@@ -8,7 +8,7 @@ whose KV moves forward, `h` those that return, and an engine's measured costs (`
     return          pull_s + h × token_bytes × read_s           of the same, with the history fetched
     wire      pull  m × token_bytes × read_s                    of the decode engine
               push  of the last chunk, or of what can't be hidden behind computing if that is more
-    coordination    pull  leg_s + pull_s      push  push_s      local  nothing
+    coordination    pull  leg_s + pull_s      push  beside_s + push_s      local  nothing
     harm      local n × compute_s × requests on the decode engine, one at least
 
 The first five add up to the expected time to the first token, less what all paths have in common. Harm is the
@@ -200,8 +200,9 @@ class _Model:
             pull_s = self._measured(self._decode, _PULL_S).value
             return Cost(queue, computing, return_s, wire_s, leg_s + pull_s)
         tail_s = self._wire_s(self._decode, min(moved, CHUNK))
+        beside_s = self._measured(engine, _BESIDE_S).value
         push_s = self._measured(self._decode, _PUSH_S).value
-        return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), push_s)
+        return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), beside_s + push_s)
 
     def _queue_s(self, engine: EngineView) -> float:
         """Until it has computed what it has yet to, where it is known how fast it does."""
@@ -245,6 +246,7 @@ def _mean(known: Sequence[Estimate]) -> Estimate:
 _Quantity = Callable[[EngineCosts], Estimate]
 
 _LEG_S: _Quantity = operator.attrgetter("leg_s")
+_BESIDE_S: _Quantity = operator.attrgetter("beside_s")
 _PULL_S: _Quantity = operator.attrgetter("pull_s")
 _PUSH_S: _Quantity = operator.attrgetter("push_s")
 _READ_S: _Quantity = operator.attrgetter("read_s")
