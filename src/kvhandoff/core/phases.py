@@ -70,6 +70,11 @@ class PhaseTimer:
         self._last = now
         return now
 
+    def for_nothing(self) -> None:
+        """A router's: what the legs of this attempt took belongs to RETRY."""
+        wasted = [self.seconds.pop(p, 0.0) for p in (Phase.PREFILL_NETWORK, Phase.BIND, Phase.DECODE_NETWORK)]
+        self.seconds[Phase.RETRY] = self.seconds.get(Phase.RETRY, 0.0) + sum(wasted)
+
     @property
     def total(self) -> float:
         """Seconds between the start and the last mark; equals the sum of the phases."""

@@ -43,9 +43,15 @@ class LegFailed(Exception):
 
     def as_error(self, *, to_operator: bool) -> RequestError:
         """What the client is told when no attempt is left; where which engine is, operators alone."""
-        status = {"late": 504, "broken": 502}.get(self.kind, 503)
-        what = str(self) if to_operator else f"the {self.role} engine {_FOR_CLIENTS[self.kind]}"
-        return RequestError(what, status=status, code=f"{self.role}_failed", kind="engine_error")
+        what = str(self) if to_operator else None
+        return engine_error(self.role, self.kind, what, code=f"{self.role}_failed")
+
+
+def engine_error(role: Role, kind: FailureKind, what: str | None, *, code: str) -> RequestError:
+    """A failed leg as an error. `what`: the particulars, where the client may have them."""
+    status = {"late": 504, "broken": 502}.get(kind, 503)
+    message = f"the {role} engine {_FOR_CLIENTS[kind]}" if what is None else what
+    return RequestError(message, status=status, code=code, kind="engine_error")
 
 
 _FOR_CLIENTS: dict[FailureKind, str] = {

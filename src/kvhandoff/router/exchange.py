@@ -63,7 +63,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     """The decode leg that an operator may still move."""
     move: Move | None = None
     """An operator's order to move it."""
-    left: Engine | None = None
+    abandoned: Engine | None = None
     """The decode engine whose leg was given up while the prefill leg goes on."""
     answered: bool = False
     """The decode engine's answer has begun: its KV is complete."""
@@ -135,5 +135,4 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         self.failed(dispatched=True)
         self.source = None
         self.draft.prefill_wall_s = None
-        for phase in (Phase.PREFILL_NETWORK, Phase.BIND, Phase.DECODE_NETWORK):
-            self.timer.seconds[Phase.RETRY] += self.timer.seconds.pop(phase, 0.0)
+        self.timer.for_nothing()

@@ -24,8 +24,7 @@ Another decode engine for the same prefill leg is pushed to while that leg goes 
 is made.
 
 One attempt at a time (rule 5): a failed leg's connection is closed, which ends the leg, and it is withdrawn
-before the next attempt begins. Attempts are bounded in number, and in time but for one: a request whose
-prefill leg has failed goes on locally, however old it is (`Timeouts`).
+before the next attempt begins. How many there are: `retry.py`.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved
 from kvhandoff.router.policy import EngineView, FleetView
 from kvhandoff.router.records import Draft, LegRef, Records
+from kvhandoff.router.retry import next_attempt
 from kvhandoff.router.source import Source
 
 log = logging.getLogger(__name__)
@@ -122,20 +122,22 @@ class Relay:
                 await self._give_up(x, again=lost, dispatched=True, moved=True)
 
     async def _attempt(self, x: Exchange) -> Outcome:
-        late, early = x.path == "pull" and x.source is None, None
+        late = x.path == "pull" and x.source is None
+        target = None
         if not late or not self._fleet.decodes(x.summary.model):
-            early = await self._bind(x)  # no prompt is computed for a fleet that can't decode
+            target = await self._bind(x)  # no prompt is computed for a fleet that can't decode
             x.chosen = None
         if x.path != "local" and x.source is None:
-            refused = await self._begin_prefill(x, early if x.path == "push" else None)
+            refused = await self._begin_prefill(x, target if x.path == "push" else None)
             if refused is not None:
                 return refused
-        target = await self._bind(x) if late or early is None else early
+        if late or target is None:
+            target = await self._bind(x)
         if x.path == "push" and x.source is not None and x.source.prefilled is not None:
             x.draft.path = "pull"  # the offer was made for another decode engine; this one reads it
-        if x.left is not None and x.left is not target:
+        if x.abandoned is not None and x.abandoned is not target:
             x.draft.bound_again()
-        x.left = None
+        x.abandoned = None
         if x.move is not None and x.path is not None and target.identity is not None:
             x.move.carried_out(x.key, x.path, target.identity)
             x.move = None
@@ -208,8 +210,8 @@ class Relay:
             return x.move.target
         model, holder = x.summary.model, x.holder.url if x.holder is not None else None
         avoid = x.avoid | self._fleet.resting()
-        if x.left is not None:
-            avoid.add(x.left.url)
+        if x.abandoned is not None:
+            avoid.add(x.abandoned.url)
         choose = self._policies.choose_decode
         target = choose(self._view(x), model, avoid, holder, tokens=x.tokens)
         if isinstance(target, Reason):
@@ -245,13 +247,15 @@ class Relay:
             again = lost or (failure.dispatched and x.path != "push")
             await self._give_up(x, again=again, dispatched=failure.dispatched)
 
-        left = self._config.max_attempts - x.failures
-        too_old = x.elapsed() > self._config.timeouts.retry_s
-        of_prefill = failure.role == "prefill"
-        if left < 1 or (too_old and not of_prefill):
+        retry = next_attempt(
+            failed=x.failures,
+            allowed=self._config.max_attempts,
+            too_old=x.elapsed() > self._config.timeouts.retry_s,
+            of_prefill=failure.role == "prefill",
+        )
+        if retry is None:
             raise failure.as_error(to_operator=x.request[CALLER].operator)
-        if of_prefill and (left == 1 or too_old):
-            # The last attempt is the one that needs the fewest engines.
+        if retry == "local":
             self._go_local(x, reason, str(failure))
 
     async def _give_up(self, x: Exchange, *, again: bool, dispatched: bool, moved: bool = False) -> None:
@@ -266,7 +270,7 @@ class Relay:
         if again:
             x.begin_again()
         else:
-            x.left = x.target if moved or x.path == "push" else None
+            x.abandoned = x.target if moved or x.path == "push" else None
             x.failed(dispatched=dispatched)
         x.target = None
 

@@ -17,7 +17,7 @@ from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.answering import EVENT_STREAM, Outcome, end_passage, pass_on, passage_of, read_whole
-from kvhandoff.router.answers import Answer, read_response_id, whole
+from kvhandoff.router.answers import Answer, engine_error, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
@@ -47,9 +47,8 @@ class UpstreamFailed(Exception):
 
     def as_error(self, *, to_operator: bool) -> RequestError:
         """What the client is told when no attempt is left; where which engine is, operators alone."""
-        status, how = (504, "did not answer in time") if self.late else (502, "gave no usable answer")
-        what = str(self) if to_operator else f"the {self.engine.role} engine {how}"
-        return RequestError(what, status=status, code=self.reason, kind="engine_error")
+        what = str(self) if to_operator else None
+        return engine_error(self.engine.role, "late" if self.late else "broken", what, code=self.reason)
 
 
 class Refused(Exception):

@@ -12,10 +12,9 @@ left of it, but begun anew under another X-Request-Id; and whatever needs more t
 the decode engine.
 
 After a failure that the client has seen nothing of: another prefill engine, or none; another decode engine if
-there is one. Attempts are bounded in number, and in time but for one: a request whose prefill leg has failed
-goes on locally, however old it is. The legs' connections are closed first, which ends them. A decode engine
-that is pushed to would wait for a failed prefill leg for ever, so its leg is closed as well. An engine whose
-legs fail several times in a row rests for a while (`breaker.py`).
+there is one; how many attempts there are: `retry.py`. The legs' connections are closed first, which ends
+them. A decode engine that is pushed to would wait for a failed prefill leg for ever, so its leg is closed as
+well. An engine whose legs fail several times in a row rests for a while (`breaker.py`).
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ from kvhandoff.router.policy import (
 )
 from kvhandoff.router.reading import read_request
 from kvhandoff.router.records import Draft, Records
+from kvhandoff.router.retry import next_attempt
 from kvhandoff.router.upstream_bodies import PULL_PREFILL, PUSH_PREFILL, push_decode
 from kvhandoff.router.upstream_config import UpstreamConfig
 from kvhandoff.router.upstream_engine import UpstreamEngine, UpstreamFleet
@@ -141,16 +141,19 @@ class UpstreamRelay:
                     *(draft.handoff_id, draft.attempts, failure, detail),
                     extra=draft.log_fields(),
                 )
-                of_prefill = failure.engine.role == "prefill"
                 draft.because(failure.reason)
                 job.avoid.add(failure.engine.url)
                 _write_off(job)
-                left = self._config.max_attempts - draft.attempts
-                too_old = self._clock() - job.timer.started > timeouts.retry_s
-                if left < 1 or (too_old and not of_prefill):
+                retry = next_attempt(
+                    failed=draft.attempts,
+                    allowed=self._config.max_attempts,
+                    too_old=self._clock() - job.timer.started > timeouts.retry_s,
+                    of_prefill=failure.engine.role == "prefill",
+                )
+                if retry is None:
                     raise failure.as_error(to_operator=job.request[CALLER].operator) from failure
-                if of_prefill and (left == 1 or too_old):
-                    draft.path = "local"  # the last attempt is the one that needs the fewest engines
+                if retry == "local":
+                    draft.path = "local"
 
     async def _attempt(self, job: Job) -> Outcome:
         source = self._source(job)
@@ -236,8 +239,7 @@ def _write_off(job: Job) -> None:
     """What the failed attempt took was for nothing."""
     job.draft.prefill = job.draft.decode = job.draft.prefill_wall_s = None
     job.timer.mark(Phase.RETRY)
-    for phase in (Phase.PREFILL_NETWORK, Phase.BIND, Phase.DECODE_NETWORK):
-        job.timer.seconds[Phase.RETRY] += job.timer.seconds.pop(phase, 0.0)
+    job.timer.for_nothing()
 
 
 def _answers(fields: Fields) -> int:
