@@ -16,6 +16,7 @@ import json
 import sys
 from base64 import urlsafe_b64decode
 from collections import deque
+from functools import cached_property
 from typing import Any, cast
 
 import httptools
@@ -23,7 +24,7 @@ import msgspec
 import uvloop
 
 from kvhandoff.core.clock import monotonic
-from kvhandoff.core.ids import EngineId, Identity, new_epoch
+from kvhandoff.core.ids import EngineId, HandoffId, HandoffKey, Identity, new_epoch
 from kvhandoff.core.phases import Phase
 from kvhandoff.core.records import BlockCounts, EngineState, LegRecord
 from kvhandoff.handoff.messages import OfferDescriptor
@@ -95,12 +96,18 @@ class Mock:
         )
         return msgspec.json.encode(state)
 
-    def prefill(self, ticket: Ticket | None) -> bytes:
-        """The answer to a prefill leg."""
-        if ticket is None:
+    def prefill(self, body: _Body, request_id: bytes) -> bytes:
+        """The answer to a prefill leg, its first attempt; kvhandoff's router names the handoff in the header
+        too."""
+        if body.kv_transfer_params is None or body.kv_transfer_params.ticket is None:
             return self._for_vllm_router
+        return self._offered.replace(_HANDOFF, request_id)
+
+    @cached_property
+    def _offered(self) -> bytes:
+        """For kvhandoff's router, but for the handoff's name."""
         offer = OfferDescriptor(
-            key=ticket.key,
+            key=HandoffKey(HandoffId(_HANDOFF.decode()), 0),
             source=self._identity,
             control_address=f"tcp://127.0.0.1:{self.port}",
             spans=((0, 32),),
@@ -109,8 +116,9 @@ class Mock:
         )
         return _prefill_answer({"offer": offer, "prompt_token_ids": _TOKEN_IDS})
 
-    def prefilled(self, ticket: Ticket | None) -> None:
+    def prefilled(self, body: _Body) -> None:
         """Account for a prefill leg."""
+        ticket = _open(body)
         if ticket is not None:
             # Nothing of its computing, whose queue the cost model would weigh: every prompt is handed over.
             phases = {Phase.PREFILL_QUEUE.value: 0.0, Phase.PREFILL_OFFER.value: 0.0}
@@ -148,6 +156,7 @@ class Mock:
         )
 
 
+_HANDOFF = b"HANDOFF"
 _TOKEN_IDS = msgspec.Raw(msgspec.json.encode(list(range(PROMPT_TOKENS))))
 _NIXL_PARAMS = {
     "do_remote_prefill": True,
@@ -213,8 +222,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._url = b""
-        self._body = b""
+        self._url = self._body = self._request_id = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -226,7 +234,11 @@ class _Connection(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        self._url, self._body = url, b""
+        self._url, self._body, self._request_id = url, b"", b""
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"x-request-id":
+            self._request_id = value
 
     def on_body(self, piece: bytes) -> None:
         self._body += piece
@@ -247,9 +259,8 @@ class _Connection(asyncio.Protocol):
 
     def _leg(self, body: _Body) -> None:
         if not body.stream:
-            ticket = _open(body)
-            self._answer(self._mock.prefill(ticket))
-            self._mock.prefilled(ticket)
+            self._answer(self._mock.prefill(body, self._request_id))
+            self._mock.prefilled(body)
             return
         self._write(_STREAM_HEAD + _EVENT_CHUNK)
         self._stream(body, body.tokens - 1)

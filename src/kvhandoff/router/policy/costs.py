@@ -28,8 +28,9 @@ template than of its text."""
 _PRIOR_SPEED = Speed.same(Estimate(1 / 2000))
 
 
-class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's. Seconds, tokens and bytes."""
+class EngineCosts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One engine's. Seconds, tokens and bytes. Each equals only itself, so that what follows from one is
+    looked up at no cost."""
 
     compute_s: Speed = _PRIOR_SPEED
     """Per prompt token, by what stands before it. Prior: 2000 tokens/s, about what a 135M model does on two

@@ -64,4 +64,4 @@ def round_robin(
 
 def _candidates(fleet: FleetView, model: str, avoid: Collection[str]) -> list[EngineView]:
     engines = usable(fleet.decode, model)
-    return [engine for engine in engines if engine.url not in avoid] or engines
+    return ([engine for engine in engines if engine.url not in avoid] or engines) if avoid else engines

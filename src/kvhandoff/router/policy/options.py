@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -32,6 +33,7 @@ import msgspec
 from kvhandoff.router.policy.costs import EngineCosts
 from kvhandoff.router.policy.estimates import Estimate
 from kvhandoff.router.policy.requested import Path
+from kvhandoff.router.policy.speed import Speed
 from kvhandoff.router.policy.views import EngineView, FleetView, History, usable
 
 CHUNK = 512
@@ -166,81 +168,95 @@ class _Model:
         cached: int,
         history: History | None,
     ) -> None:
-        self._fleet = fleet
-        self._prefill = prefill
-        self._decode = decode
+        model = decode.model
+        alike = tuple(engine.costs for engine in usable((*fleet.prefill, *fleet.decode), model))
+        self._prefill, self._at_p = prefill, _figures(prefill.costs, alike)
+        self._decode, self._at_d = decode, _figures(decode.costs, alike)
         self._tokens = tokens
         kept = min(history.tokens, tokens - 1) if history is not None else 0
         held = history is not None and history.holder == decode.url
         self._kept = kept
         self.required = history is not None and history.required
         # Tokens that need no computing and no moving where they are; the last one is always computed.
-        self._at_decode = kept if held else 0
-        self._at_prefill = min(cached, tokens - 1)
+        self._in_decode = kept if held else 0
+        self._in_prefill = min(cached, tokens - 1)
 
     def can_return(self, path: Path) -> bool:
         """Whether the engine that computes the prompt gains by the history."""
-        return self._kept > (self._at_decode if path == "local" else self._at_prefill)
+        return self._kept > (self._in_decode if path == "local" else self._in_prefill)
 
     def cost(self, path: Path, *, returning: bool) -> Cost:
-        engine, own = self._decode, self._at_decode
-        if path != "local":
-            engine, own = self._prefill, self._at_prefill
+        engine, figures, own = self._prefill, self._at_p, self._in_prefill
+        if path == "local":
+            engine, figures, own = self._decode, self._at_d, self._in_decode
         returned = self._kept - own if returning else 0
         computed = self._tokens - own - returned
-        computing = computed * self._token_s(engine, own + returned + computed / 2).value
-        queue = self._queue_s(engine) if engine.queue else 0.0
-        return_s = self._return_s(engine, returned) if returning else 0.0
+        computing = computed * figures.token_s(own + returned + computed / 2)
+        queue = _queue_s(engine, figures) if engine.queue else 0.0
+        return_s = figures.pull_s + returned * figures.kv_s if returning else 0.0
         if path == "local":
             return Cost(queue, computing, return_s, harm=computing * max(1, engine.running))
-        moved = self._tokens - self._at_decode
-        wire_s = self._wire_s(self._decode, moved)
+        there, moved = self._at_d, self._tokens - self._in_decode
         if path == "pull":
-            leg_s = self._measured(engine, _LEG_S).value
-            pull_s = self._measured(self._decode, _PULL_S).value
-            return Cost(queue, computing, return_s, wire_s, leg_s + pull_s)
-        tail_s = self._wire_s(self._decode, min(moved, CHUNK))
-        beside_s = self._measured(engine, _BESIDE_S).value
-        push_s = self._measured(self._decode, _PUSH_S).value
-        return Cost(queue, computing, return_s, max(tail_s, wire_s - computing), beside_s + push_s)
-
-    def _queue_s(self, engine: EngineView) -> float:
-        """Until it has computed what it has yet to, where it is known how fast it does."""
-        ahead = self._token_s(engine, engine.queue / max(1, engine.running) / 2)
-        return engine.queue * ahead.value if ahead.n else 0.0
-
-    def _token_s(self, engine: EngineView, context: float) -> Estimate:
-        speed = engine.costs.compute_s
-        if speed.measured:
-            return speed.at(context)
-        known = self._known(lambda costs: costs.compute_s.at(context))
-        return _mean(known) if known else speed.at(context)
-
-    def _return_s(self, engine: EngineView, tokens: int) -> float:
-        return self._measured(engine, _PULL_S).value + self._wire_s(engine, tokens)
-
-    def _wire_s(self, engine: EngineView, tokens: int) -> float:
-        """To read `tokens` into it."""
-        return tokens * self._measured(engine, _TOKEN_BYTES).value * self._measured(engine, _READ_S).value
-
-    def _measured(self, engine: EngineView, quantity: _Quantity) -> Estimate:
-        own = quantity(engine.costs)
-        if own.n:
-            return own
-        known = self._known(quantity)
-        return _mean(known) if known else own
-
-    def _known(self, quantity: _Quantity) -> list[Estimate]:
-        """Measured at the engines of its model."""
-        model, fleet = self._decode.model, self._fleet
-        engines = (*usable(fleet.prefill, model), *usable(fleet.decode, model))
-        return [estimate for engine in engines if (estimate := quantity(engine.costs)).n]
+            return Cost(queue, computing, return_s, moved * there.kv_s, figures.leg_s + there.pull_s)
+        exposed = max(min(moved, CHUNK) * there.kv_s, moved * there.kv_s - computing)
+        return Cost(queue, computing, return_s, exposed, figures.beside_s + there.push_s)
 
 
-def _mean(known: Sequence[Estimate]) -> Estimate:
+def _queue_s(engine: EngineView, figures: _Figures) -> float:
+    """Until it has computed what it has yet to, where it is known how fast it does."""
+    if not figures.measured:
+        return 0.0
+    return engine.queue * figures.token_s(engine.queue / max(1, engine.running) / 2)
+
+
+class _Figures(NamedTuple):
+    """What an engine takes, as far as anybody knows; seconds."""
+
+    speeds: Sequence[Speed]
+    """To compute: its own, or those of engines like it."""
+    measured: bool
+    """Whether any of them has been."""
+    kv_s: float
+    """For a token's KV to be read into it."""
+    pull_s: float
+    push_s: float
+    leg_s: float
+    beside_s: float
+
+    def token_s(self, context: float) -> float:
+        """To compute a token with so many before it."""
+        return _mean([speed.at(context).value for speed in self.speeds])
+
+
+@lru_cache(maxsize=64)
+def _figures(own: EngineCosts, alike: tuple[EngineCosts, ...]) -> _Figures:
+    """`alike`: the costs of the engines of its model. They change with the engines' reports, and many
+    requests are weighed between two."""
+
+    def known(quantity: _Quantity) -> float:
+        if quantity(own).n:
+            return quantity(own).value
+        theirs = [quantity(costs).value for costs in alike if quantity(costs).n]
+        return _mean(theirs) if theirs else quantity(own).value
+
+    speeds = [costs.compute_s for costs in alike if costs.compute_s.measured]
+    if own.compute_s.measured or not speeds:
+        speeds = [own.compute_s]
+    return _Figures(
+        speeds,
+        bool(speeds[0].measured),
+        known(_TOKEN_BYTES) * known(_READ_S),
+        known(_PULL_S),
+        known(_PUSH_S),
+        known(_LEG_S),
+        known(_BESIDE_S),
+    )
+
+
+def _mean(known: Sequence[float]) -> float:
     """The geometric one."""
-    logarithms = [math.log(estimate.value) for estimate in known]
-    return Estimate(math.exp(sum(logarithms) / len(known)), len(known))
+    return known[0] if len(known) == 1 else math.exp(sum(map(math.log, known)) / len(known))
 
 
 _Quantity = Callable[[EngineCosts], Estimate]

@@ -65,4 +65,5 @@ def round_robin(
 
 
 def _candidates(fleet: FleetView, model: str, avoid: Collection[str]) -> list[EngineView]:
-    return [engine for engine in usable(fleet.prefill, model) if engine.url not in avoid]
+    engines = usable(fleet.prefill, model)
+    return [engine for engine in engines if engine.url not in avoid] if avoid else engines
