@@ -25,7 +25,7 @@ from tests.e2e.pushes import transports
 from tests.e2e.stage import CHUNK, PATIENT, prompt
 from tests.gates import TransferGate
 from tests.legs import MAX_TOKENS, Answered, Legs, new_key
-from tests.processes import Deployment, EngineProcess, deployment, eventually, serve
+from tests.processes import Deployment, EngineProcess, deployment, eventually, serve, when_told_to_go_on
 
 pytestmark = pytest.mark.processes
 
@@ -43,9 +43,15 @@ def serve_with_writes_that_hang(config: EngineConfig, news: Connection) -> None:
     serve_behind(gate, config, news)
 
 
-def serve_with_slow_writes(config: EngineConfig, news: Connection) -> None:
-    """An engine whose writes begin some hundred milliseconds after they are posted."""
-    serve_behind(TransferGate(late_by=lambda: 400), config, news)
+def serve_with_writes_that_wait(config: EngineConfig, news: Connection) -> None:
+    """An engine whose writes begin when it is told to go on."""
+    gate = TransferGate(closed=True)
+
+    def open_gate() -> None:
+        gate.closed = False
+
+    when_told_to_go_on(open_gate)
+    serve_behind(gate, config, news)
 
 
 def serve_behind(gate: TransferGate, config: EngineConfig, news: Connection) -> None:
@@ -150,12 +156,13 @@ async def test_destination_is_killed_with_writes_in_flight(tiny: Path, transport
         pushes = Pushes(d)
         expected = await pushes.alone()
         source, destination = pushes.p_process, pushes.d_process
-        source.run = serve_with_slow_writes
+        source.run = serve_with_writes_that_wait
         await source.restart()
         await d.healthy()
         started = await pushes.start()
         await pushes.granted(len(PROMPTS) * BLOCKS)
         destination.kill()
+        source.go_on()
         for key, prefill, decode in started:
             assert (await prefill).status == 200
             with pytest.raises(aiohttp.ClientError):
