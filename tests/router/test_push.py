@@ -314,7 +314,7 @@ async def test_decode_is_late_when_prefill_is_done(cluster: Any) -> None:
 
 async def test_a_late_prefill_leg_takes_no_time_from_the_decode_leg(cluster: Any) -> None:
     """The decode engine computes from when the prefill leg has come to nothing, and has its whole time."""
-    limit_s = 0.3
+    limit_s = 1.0
     async with cluster(timeouts={"prefill_s": limit_s, "answer_s": limit_s, "retry_s": 0.05}) as c:
 
         async def alone(engine: MockEngine, leg: Leg) -> web.StreamResponse:
