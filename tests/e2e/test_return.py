@@ -14,7 +14,18 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef
 from tests.cluster import Transport, until
-from tests.e2e.turns import BLOCK, Forward, Talk, blocks_of, forwards, full, is_read, readers, talk, transports
+from tests.e2e.turns import (
+    BLOCK,
+    Forward,
+    Talk,
+    blocks_of,
+    forwards,
+    full,
+    is_read,
+    readers,
+    talk,
+    transports,
+)
 from tests.gates import TransferGate
 from tests.legs import history
 from tests.wire import Wire
