@@ -172,7 +172,7 @@ async def test_the_bucket_is_that_of_one_router(server: ValkeyServer) -> None:
     async with opened(server) as a:
         loop = asyncio.get_running_loop()
 
-        @settings(deadline=None, max_examples=40)
+        @settings(max_examples=40)
         @given(STEPS)
         def examples(sequence: list[tuple[int, int, bool]]) -> None:
             asyncio.run_coroutine_threadsafe(play(sequence), loop).result(WAIT_S)
