@@ -345,7 +345,7 @@ async def test_an_error_inside_a_stream(cluster: Any) -> None:
 
 async def test_client_that_gives_up(cluster: Any) -> None:
     """Its own timeout ends both legs (field case 30)."""
-    async with cluster() as c, client(c, timeout=httpx2.Timeout(10.0, read=0.2)) as api:
+    async with cluster() as c, client(c, timeout=httpx2.Timeout(10.0, read=1.0)) as api:
         c.d.script = held
         with pytest.raises(openai.APITimeoutError):
             await api.chat.completions.create(model=MODEL, messages=MESSAGES)
