@@ -111,7 +111,7 @@ class Pushes:
             states = [await self.d.state(engine) for engine in self.d.processes]
             return "; ".join(f"{state.engine_id}: {state.blocks}" for state in states)
 
-        await eventually(reached, 15.0, where)
+        await eventually(reached, describe=where)
 
 
 def as_live(engine: EngineProcess) -> Any:

@@ -21,6 +21,7 @@ from tests.router.callers import KEYS, security
 from tests.router.engines import (
     DONE,
     MODEL,
+    WAIT_S,
     Leg,
     MockEngine,
     completion,
@@ -393,7 +394,7 @@ async def endless(c: Any) -> AsyncIterator[None]:
 async def test_client_that_closes_a_stream(cluster: Any, stop: str) -> None:
     async with cluster() as c, client(c) as api, endless(c):
         stream = await api.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
-        async with stream if stop == "break" else asyncio.timeout(10):
+        async with stream if stop == "break" else asyncio.timeout(WAIT_S):
             async for chunk in stream:
                 assert chunk.choices[0].delta.content == "more "
                 break

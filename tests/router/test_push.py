@@ -15,6 +15,7 @@ from kvhandoff.handoff.messages import OfferRef
 from tests.router.conftest import NO_ACCOUNT
 from tests.router.engines import (
     DONE,
+    WAIT_S,
     Leg,
     MockEngine,
     decode,
@@ -113,7 +114,7 @@ async def test_no_decode_engine(cluster: Any) -> None:
     async with cluster(poll_interval_s=0.02) as c:
         await c.d.kill()
         await until(lambda: c.p.cursors)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[0] == 200:
                 pass
         status, answer = await c.post(c.body(), headers=PUSH)
@@ -215,7 +216,7 @@ async def test_prefill_engine_is_gone(cluster: Any) -> None:
         await c.p.kill()
         request = push(c)
         await soon(c.d.legs.get())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[1]["engines"][0]["healthy"]:
                 pass
         c.d.gate.set()

@@ -64,7 +64,7 @@ async def watcher(ended: asyncio.Queue[Identity]) -> AsyncIterator[Watcher]:
 
 
 async def told(ended: asyncio.Queue[Identity]) -> Identity:
-    return await asyncio.wait_for(ended.get(), 10.0)
+    return await asyncio.wait_for(ended.get(), 30.0)
 
 
 def descriptors() -> int:
