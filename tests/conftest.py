@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from hypothesis import HealthCheck, settings
 
 from kvhandoff.embedded.process import prepare
@@ -15,3 +17,10 @@ _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", _patient, derandomize=True)
 settings.register_profile("random", _patient)
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections leave alone what is loaded by now: nothing happens while they go through all of
+    it."""
+    gc.collect()
+    gc.freeze()
