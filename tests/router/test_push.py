@@ -303,7 +303,7 @@ async def test_decode_fails_while_prefill_runs(cluster: Any, script: Any, stream
 
 async def test_decode_is_late_when_prefill_is_done(cluster: Any) -> None:
     """It has its time from there on; then another one pulls what has been computed."""
-    async with cluster(decode=2, timeouts={"answer_s": 0.2}) as c:
+    async with cluster(decode=2, timeouts={"answer_s": 0.3}) as c:
         c.d.script = silent
         request = push(c)
         p, d = await both(c)
