@@ -35,6 +35,8 @@ from kvhandoff.web import Server, run_main
 from tests.cluster import CLUSTER_KEY, MODEL, Cluster, Transport, client
 
 DEADLINE = 30.0
+START_S = 120.0
+"""For an engine to serve: the first one waits for the forkserver to load torch, perhaps from a cold disk."""
 _told: list[Callable[[], None]] = []
 _PR_SET_PDEATHSIG = 1
 
@@ -124,7 +126,7 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 
 def _receive(news: Connection, name: str) -> Started:
-    assert news.poll(DEADLINE), f"{name} does not serve within {DEADLINE} s"
+    assert news.poll(START_S), f"{name} does not serve within {START_S} s"
     try:
         started: Started = news.recv()
     except EOFError:
