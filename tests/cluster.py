@@ -38,6 +38,9 @@ from kvhandoff.web import serve as serve_engine
 CLUSTER_KEY = f"key of the tests, {os.getpid()}".encode()
 """Runs beside each other are clusters of their own."""
 MODEL = "tiny"
+WAIT_S = 30.0
+"""Deadline of every wait of a test; nothing waits that long unless the code is wrong, or the machine stands
+still. Shorter than the leases of tests that show what is given back, not timed out: a minute."""
 Transport = Literal["nixl", "shm"]
 
 
@@ -179,7 +182,7 @@ class Cluster:
             record: dict[str, Any] = await answer.json()
             return record
 
-    async def settled(self, *engines: LiveEngine, within: float = 15.0) -> None:
+    async def settled(self, *engines: LiveEngine, within: float = WAIT_S) -> None:
         """Wait until the engines (default: all) are at their baseline."""
         await until(lambda: all(e.at_baseline() for e in engines or self.engines), within, self._where)
 
@@ -225,7 +228,7 @@ async def cluster(
 
 
 async def until(
-    condition: Callable[[], bool], within: float = 10.0, describe: Callable[[], str] = lambda: ""
+    condition: Callable[[], bool], within: float = WAIT_S, describe: Callable[[], str] = lambda: ""
 ) -> None:
     """Wait for a condition; fails after `within` seconds with what `describe` says."""
     try:

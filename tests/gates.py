@@ -17,8 +17,9 @@ from kvhandoff.embedded.api import SequenceStep
 from kvhandoff.transport.api import DataPlane, Handle, Operation, Region, TransferState, TransportError
 from tests.cluster import LiveEngine
 
-PATIENCE = 30.0
-"""Seconds after which a held step goes on by itself, so that a failed test ends."""
+PATIENCE = 60.0
+"""Seconds after which a held step goes on by itself, so that a failed test ends; longer than a test waits for
+anything (`tests/cluster.py`)."""
 
 
 class StepGate:

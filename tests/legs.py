@@ -26,7 +26,7 @@ from tests.cluster import CLUSTER_KEY, Cluster, LiveEngine, until
 from tests.e2e.stage import greedy
 
 MAX_TOKENS = 6
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which a leg without an answer fails its test."""
 ROUTER = TicketKey(CLUSTER_KEY)
 """What the router signs with."""

@@ -15,7 +15,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ import aiohttp
 import msgspec
 
 from kvhandoff.core.records import BlockCounts, EngineState
+from kvhandoff.embedded.api import SequenceStep
 from kvhandoff.embedded.process import EngineConfig, Started, prepare, run_engine
 from kvhandoff.router.app import serve as serve_router
 from kvhandoff.router.config import RouterConfig
@@ -33,6 +35,9 @@ from kvhandoff.web import Server, run_main
 from tests.cluster import CLUSTER_KEY, MODEL, Cluster, Transport, client
 
 DEADLINE = 30.0
+START_S = 120.0
+"""For an engine to serve: the first one waits for the forkserver to load torch, perhaps from a cold disk."""
+_told: list[Callable[[], None]] = []
 _PR_SET_PDEATHSIG = 1
 
 _forkserver = multiprocessing.get_context("forkserver")
@@ -95,6 +100,14 @@ class EngineProcess:
         """Let it go on."""
         os.kill(self._process.pid, signal.SIGCONT)
 
+    def hold(self) -> None:
+        """Its model's next step waits, and those after it; it answers for its state meanwhile."""
+        os.kill(self._process.pid, signal.SIGUSR1)
+
+    def go_on(self) -> None:
+        """End what `hold` began, and whatever else waits for this (`when_told_to_go_on`)."""
+        os.kill(self._process.pid, signal.SIGUSR2)
+
     @property
     def alive(self) -> bool:
         """Whether the process that was started last still runs."""
@@ -113,7 +126,7 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 
 def _receive(news: Connection, name: str) -> Started:
-    assert news.poll(DEADLINE), f"{name} does not serve within {DEADLINE} s"
+    assert news.poll(START_S), f"{name} does not serve within {START_S} s"
     try:
         started: Started = news.recv()
     except EOFError:
@@ -125,6 +138,7 @@ def serve(config: EngineConfig, news: Connection) -> None:
     """The engine's process."""
     _end_with_parent()
     prepare(exact=config.exact, threads=1)
+    _hold_steps_when_told()
 
     def announce(started: Started) -> None:
         news.send(started)
@@ -134,6 +148,30 @@ def serve(config: EngineConfig, news: Connection) -> None:
         await run_engine(config, announce, asyncio.Event())
 
     run_main(run())
+
+
+def when_told_to_go_on(then: Callable[[], None]) -> None:
+    """In the engine's process, before it serves: what `go_on` does besides."""
+    _told.append(then)
+
+
+def _hold_steps_when_told() -> None:
+    from kvhandoff.embedded.runner import TorchRunner
+
+    open_, forward = threading.Event(), TorchRunner.forward
+
+    def held(runner: TorchRunner, steps: Sequence[SequenceStep]) -> list[Any]:
+        open_.wait()
+        return forward(runner, steps)
+
+    def go_on(*_: object) -> None:
+        for then in (open_.set, *_told):
+            then()
+
+    open_.set()
+    TorchRunner.forward = held  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, lambda *_: open_.clear())
+    signal.signal(signal.SIGUSR2, go_on)
 
 
 def _end_with_parent() -> None:

@@ -31,6 +31,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Result = TypeVar("Result")
 
 _LATER_PORTS = range(15_000, 32_768)
+_given: set[int] = set()
+"""Ports that this process has been told of, and perhaps does not use yet."""
 
 CLIENT_LEFT = 499
 """The status of a request whose client left; nobody receives it."""
@@ -71,9 +73,12 @@ def _field_out_of_range(raw: bytes) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens at now, for a server that starts later. It is not of those that the system
-    gives to outgoing connections (32768 and up), one of which could have it by then. Raises OSError."""
+    """A port that nobody listens at now, for a server that starts later; another one at each call. It is not
+    of those that the system gives to outgoing connections (32768 and up), one of which could have it by then.
+    Raises OSError."""
     for port in random.sample(_LATER_PORTS, 64):
+        if port in _given:
+            continue
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             try:
                 probe.bind((host, port))
@@ -81,6 +86,7 @@ def free_port(host: str = "127.0.0.1") -> int:
                 if error.errno != errno.EADDRINUSE:
                     raise
             else:
+                _given.add(port)
                 return port
     raise OSError(errno.EADDRINUSE, f"no free port on {host} was found from {_LATER_PORTS}")
 

@@ -21,7 +21,7 @@ def run(*arguments: str, key: str = "the key of these tests") -> subprocess.Comp
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -93,7 +93,7 @@ async def ask(
         return answer.status, await answer.json()
 
 
-async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], within: float = 60.0) -> None:
     async with asyncio.timeout(within):
         while not condition():  # noqa: ASYNC110  other processes have no event
             await asyncio.sleep(0.02)
@@ -115,7 +115,7 @@ async def test_up_serves_restarts_and_ends() -> None:
             os.kill(children(running.process.pid)[role], signal.SIGKILL)
             await running.said(f"{role} serves again")
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 status, again = await ask(session, running.url, model)
                 while status != 200:  # the router has not seen the new life yet
                     await asyncio.sleep(0.05)

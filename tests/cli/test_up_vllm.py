@@ -95,16 +95,18 @@ async def test_up_serves_restarts_and_ends() -> None:
             # vLLM's main process dies: its worker is ended too, and another life serves at the same address.
             os.kill(known["decode-0"]["processes"][0], signal.SIGKILL)
             await running.said("decode-0 ended")
-            await until(lambda: not any(map(alive, known["decode-0"]["processes"])), within=60)
+            await until(lambda: not any(map(alive, known["decode-0"]["processes"])))
             await running.said("decode-0 serves again")
             known["decode-0"] = await facts(session, urls["decode-0"])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await ask(session, running.url))[0] != 200:
                     pass  # the router hasn't seen the new life yet
 
         running.process.send_signal(signal.SIGTERM)
         assert await running.process.wait() == 0
-        assert not any(alive(pid) for told in known.values() for pid in told["processes"])
+        # A worker that was killed may take a moment to go.
+        pids = [pid for told in known.values() for pid in told["processes"]]
+        await until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.processes
@@ -120,7 +122,7 @@ async def test_a_killed_supervisor_leaves_nothing_behind() -> None:
         assert all(map(alive, pids))
         running.process.kill()
         await running.process.wait()
-        await until(lambda: not any(map(alive, pids)), within=60)
+        await until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.processes

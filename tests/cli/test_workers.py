@@ -15,6 +15,7 @@ import pytest
 
 from kvhandoff.cli.workers import worker_arguments
 from tests.cli.test_bad_input import run
+from tests.cli.test_up import alive, until
 from tests.router.engines import CLUSTER_KEY, MockEngine
 
 DEADLINE_S = 60.0
@@ -88,7 +89,7 @@ async def test_a_worker_that_dies_is_started_again_and_all_end_together() -> Non
             everybody = parent.children(recursive=True)
             process.terminate()
             assert await process.wait() == 0
-            assert [child for child in everybody if child.is_running()] == []
+            await until(lambda: not any(alive(child.pid) for child in everybody))
     finally:
         if process.returncode is None:
             process.kill()

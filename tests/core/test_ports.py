@@ -19,8 +19,19 @@ def test_a_free_port_can_be_bound_and_is_not_the_systems_to_give():
 def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch):
     port = web.free_port()
     monkeypatch.setattr(web, "_LATER_PORTS", [port] * 64)
+    monkeypatch.setattr(web, "_given", set())
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
         with pytest.raises(OSError, match="no free port on 127"):
             web.free_port()
     assert web.free_port() == port
+
+
+def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch):
+    """Its server may not listen yet when the next one is asked for."""
+    ports = [web.free_port() for _ in range(2)]
+    monkeypatch.setattr(web, "_LATER_PORTS", ports * 32)
+    monkeypatch.setattr(web, "_given", set())
+    assert {web.free_port(), web.free_port()} == set(ports)
+    with pytest.raises(OSError, match="no free port on 127"):
+        web.free_port()

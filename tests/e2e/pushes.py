@@ -84,7 +84,7 @@ class Pushing:
         push = self.start(prompt, **options)
         await self.writable()
         self.steps.let(chunks)
-        await until(lambda: self.steps.done == chunks and self.steps.holds, 10.0, self.s.where)
+        await until(lambda: self.steps.done == chunks and self.steps.holds, describe=self.s.where)
         return push
 
     async def half_written(self, prompt: list[int], **options: Any) -> Push:
@@ -92,12 +92,12 @@ class Pushing:
         self.writes.closed = True
         self.writes.let(2)
         push = await self.computed(prompt, 3, **options)
-        await until(lambda: self.writes.ended == 2 and self.writes.posted == 3, 10.0, self.s.where)
+        await until(lambda: self.writes.ended == 2 and self.writes.posted == 3, describe=self.s.where)
         return push
 
     async def named(self, grants: int = 1) -> None:
         """Wait until P knows which of D's blocks it is to write to, for so many requests."""
-        await until(lambda: len(named_grants(self.p)) == grants, 10.0, self.s.where)
+        await until(lambda: len(named_grants(self.p)) == grants, describe=self.s.where)
 
     async def writable(self) -> None:
         """Wait until P can write to them as well: it knows D."""
@@ -110,7 +110,7 @@ class Pushing:
 
     async def idle(self) -> None:
         """Both engines have forgotten all but cached blocks, long before any lease or deadline would."""
-        await until(lambda: idle(self.p) and idle(self.d), 10.0, self.s.where)
+        await until(lambda: idle(self.p) and idle(self.d), describe=self.s.where)
         assert self.s.errors.messages == []
 
     def reset(self) -> None:

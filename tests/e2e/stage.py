@@ -88,7 +88,7 @@ class Stage:
     async def idle(self) -> None:
         """Wait until both engines and the router have forgotten everything but cached blocks; none of them
         may have met with anything that it calls an error."""
-        await until(lambda: idle(self.prefill) and idle(self.decode), 10.0, self.where)
+        await until(lambda: idle(self.prefill) and idle(self.decode), describe=self.where)
         async with self.cluster.session.get(f"{self.cluster.url}/metrics") as answer:
             assert "kvhandoff_router_in_flight 0.0" in await answer.text()
         assert self.errors.messages == []

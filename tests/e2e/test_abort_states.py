@@ -131,7 +131,7 @@ async def test_abort_leaves_nothing_behind(tiny: Path, state: Callable[[Stage], 
         s.reset()
         scene = await state(s)
         await leave(scene.victim)
-        await until(scene.hit, 10.0, s.where)
+        await until(scene.hit, describe=s.where)
         s.open()
         if scene.other is not None:
             task, tokens = scene.other

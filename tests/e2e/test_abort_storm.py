@@ -39,11 +39,11 @@ async def test_nine_of_ten_clients_leave_at_once(tiny: Path) -> None:
         await until(lambda: s.prefill_steps.holds and s.prefill.core.load()["waiting"] >= 30)
 
         await leave(*(client for index, client in enumerate(clients) if index not in staying))
-        await until(lambda: open_legs(s) <= len(staying), 10.0, s.where)
+        await until(lambda: open_legs(s) <= len(staying), describe=s.where)
         s.prefill_steps.let(1)
         s.decode_steps.let(1)
         await until(
-            lambda: len(s.prefill.core.live()) + len(s.decode.core.live()) <= len(staying), 10.0, s.where
+            lambda: len(s.prefill.core.live()) + len(s.decode.core.live()) <= len(staying), describe=s.where
         )
         s.open()
         assert await s.request(late) == expected_late
@@ -145,6 +145,6 @@ async def test_clients_leave_and_the_prefill_engine_dies(tiny: Path) -> None:
         await until(lambda: s.transfers.held == 20)
         await s.prefill.close()
         await leave(*clients)
-        await until(lambda: s.decode.blocks().quarantined == 60, 10.0, s.where)
+        await until(lambda: s.decode.blocks().quarantined == 60, describe=s.where)
         s.transfers.closed = False
-        await until(lambda: s.decode.at_baseline(), 10.0, s.where)
+        await until(lambda: s.decode.at_baseline(), describe=s.where)

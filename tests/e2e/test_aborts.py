@@ -111,7 +111,7 @@ async def test_client_leaves_between_prefill_and_decode(tiny: Path) -> None:
         client = s.ask(tokens)
         await until(lambda: news(s.decode) == 1 and claims(s.prefill) == 1)
         await leave(client)
-        await until(lambda: s.prefill.blocks().offered == 0, 10.0, s.where)
+        await until(lambda: s.prefill.blocks().offered == 0, describe=s.where)
         s.open()
         assert await s.request(following) == expected
         await other

@@ -95,7 +95,8 @@ class Combined:
         """Nothing is left anywhere."""
         engines = (self.p, self.d1, self.d2)
         await until(
-            lambda: not any(leftovers(e) for e in engines), 10.0, lambda: str([leftovers(e) for e in engines])
+            lambda: not any(leftovers(e) for e in engines),
+            describe=lambda: str([leftovers(e) for e in engines]),
         )
 
     def open(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvhandoff.core.phases import Phase
-from tests.cluster import Cluster, cluster, until
+from tests.cluster import WAIT_S, Cluster, cluster, until
 from tests.gates import TransferGate
 
 PROMPT = [3 + n % 200 for n in range(100)]
@@ -82,7 +82,7 @@ async def test_leases(tiny: Path) -> None:
             body = {"prompt": [*PROMPT, len(path)], "max_tokens": 2, "conversation_id": path}
             asked = asyncio.create_task(deployment.post(body, path=path))
             await until(lambda gate=gate: gate.held > 0)  # type: ignore[misc]
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while await leases(p) != {"offer": 1, "pin": 1}:
                     pass
             kept = 1 if path == "push" else 0  # the first one's turn

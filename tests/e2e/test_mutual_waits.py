@@ -45,11 +45,11 @@ class Pair:
         """A push for which P has no blocks; D's are granted."""
         key = new_key()
         both = asyncio.create_task(self.legs.push(self.p, self.d, prompt, key=key))
-        await until(lambda: waits(self.p) and self.d.core.load()["loading"] == 1, 10.0, self.where)
+        await until(lambda: waits(self.p) and self.d.core.load()["loading"] == 1, describe=self.where)
         return key, both
 
     async def queued_at_d(self) -> None:
-        await until(lambda: waits(self.d), 10.0, self.where)
+        await until(lambda: waits(self.d), describe=self.where)
 
     def where(self) -> str:
         return f"P: {self.p.core.load()}, D: {self.d.core.load()}"

@@ -52,7 +52,7 @@ async def test_no_other_decode_engine(tiny: Path) -> None:
             await d.decode[0].close()
         status, answer = await client
         assert (status, answer["error"]["code"]) == (503, "no_decode_engine")
-        await until(lambda: not leftovers(prefill), 10.0, lambda: str(leftovers(prefill)))
+        await until(lambda: not leftovers(prefill), describe=lambda: str(leftovers(prefill)))
 
 
 async def test_decode_engine_hangs(tiny: Path) -> None:

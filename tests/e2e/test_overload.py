@@ -15,7 +15,7 @@ import pytest
 from kvhandoff.embedded.api import EngineRequest
 from tests.cluster import MODEL, Cluster, LiveEngine, cluster, until
 from tests.e2e.stage import BLOCK, PATIENT, greedy, prompt
-from tests.gates import TransferGate
+from tests.gates import StepGate, TransferGate
 
 
 async def alone(deployment: Cluster, tokens: list[int], max_tokens: int = 8) -> list[int]:
@@ -91,8 +91,13 @@ async def test_a_preempted_stream_goes_on_where_it_was(tiny: Path) -> None:
     prompts, new = [prompt(5, 2 * BLOCK), prompt(6, 2 * BLOCK)], 3 * BLOCK
     async with cluster(tiny, decode_options={"num_blocks": 7}) as deployment:
         expected = [await alone(deployment, p, new) for p in prompts]
-        requests = submitted(deployment.decode[0])
-        streams = await asyncio.gather(*(stream(deployment, p, new) for p in prompts))
+        decode = deployment.decode[0]
+        requests = submitted(decode)
+        with StepGate(decode) as steps:
+            steps.close()
+            clients = [asyncio.create_task(stream(deployment, p, new)) for p in prompts]
+            await until(lambda: len(requests) == 2)  # else the first one could be done before the other comes
+        streams = await asyncio.gather(*clients)
         assert sum(request.stats.preemptions for request in requests) > 0
         for events, tokens in zip(streams, expected, strict=True):
             choices = [choice for event in events for choice in event["choices"]]

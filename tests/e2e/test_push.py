@@ -136,7 +136,7 @@ async def test_each_chunk_is_written_before_the_next_is_computed(c: Pushing) -> 
     for chunk in range(1, 8):
         c.steps.let(1)
         await until(lambda chunk=chunk: c.steps.done == chunk and c.steps.holds)
-        await until(lambda chunk=chunk: c.writes.ended == chunk, 10.0, c.s.where)
+        await until(lambda chunk=chunk: c.writes.ended == chunk, describe=c.s.where)
     assert c.writes.blocks == 7 * CHUNK // BLOCK
     assert not push.decode.done()
     c.open()
@@ -156,7 +156,7 @@ async def test_writes_of_several_chunks_in_flight(c: Pushing) -> None:
     push = await c.computed(prompt, 0)
     c.steps.open()
     await push.prefill
-    await until(lambda: c.writes.held == 5, 10.0, c.s.where)
+    await until(lambda: c.writes.held == 5, describe=c.s.where)
     assert not push.decode.done()
     for landed in range(1, 5):
         c.writes.let(1)
@@ -217,7 +217,7 @@ async def test_hundred_pushes(c: Pushing) -> None:
         pushes = [c.legs.push(c.p, c.d, prompt, salt=f"{salt}") for prompt in prompts]
         answers = [answer for _, answer in await asyncio.gather(*pushes)]
         assert [answer.token_ids for answer in answers] == expected
-        await until(lambda: leftovers(c.p) == {}, 10.0, c.s.where)
+        await until(lambda: leftovers(c.p) == {}, describe=c.s.where)
         records = [await c.legs.record(c.d, answer.key) for answer in answers]
         assert [(record.kv_source, record.reasons) for record in records] == [("transferred", [])] * 10
     await c.idle()

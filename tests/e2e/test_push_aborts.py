@@ -186,7 +186,7 @@ async def test_end_while_a_fence_is_owed(c: Pushing, state: State, how: str) -> 
     texts = [await c.alone(other) for other in others]
     scene = await state(c, prompt)
     await ended(c, scene.push, how)
-    await until(lambda: c.d.blocks().quarantined == BLOCKS, 10.0, c.s.where)
+    await until(lambda: c.d.blocks().quarantined == BLOCKS, describe=c.s.where)
     counts = await c.legs.debug_kv(c.d)
     assert (counts["granted"], counts["used"]) == (0, 0)
 

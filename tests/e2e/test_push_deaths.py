@@ -25,7 +25,7 @@ from tests.e2e.pushes import transports
 from tests.e2e.stage import CHUNK, PATIENT, prompt
 from tests.gates import TransferGate
 from tests.legs import MAX_TOKENS, Answered, Legs, new_key
-from tests.processes import Deployment, EngineProcess, deployment, eventually, serve
+from tests.processes import Deployment, EngineProcess, deployment, eventually, serve, when_told_to_go_on
 
 pytestmark = pytest.mark.processes
 
@@ -43,9 +43,15 @@ def serve_with_writes_that_hang(config: EngineConfig, news: Connection) -> None:
     serve_behind(gate, config, news)
 
 
-def serve_with_slow_writes(config: EngineConfig, news: Connection) -> None:
-    """An engine whose writes begin some hundred milliseconds after they are posted."""
-    serve_behind(TransferGate(late_by=lambda: 400), config, news)
+def serve_with_writes_that_wait(config: EngineConfig, news: Connection) -> None:
+    """An engine whose writes begin when it is told to go on."""
+    gate = TransferGate(closed=True)
+
+    def open_gate() -> None:
+        gate.closed = False
+
+    when_told_to_go_on(open_gate)
+    serve_behind(gate, config, news)
 
 
 def serve_behind(gate: TransferGate, config: EngineConfig, news: Connection) -> None:
@@ -94,17 +100,18 @@ class Pushes:
         (found,) = (r for r in records if (r.handoff_id, r.attempt) == (key.handoff_id, key.attempt))
         return found
 
-    async def granted(self, blocks: int) -> None:
-        """Wait until D has granted so many blocks."""
+    async def granted(self, blocks: int, *legs: asyncio.Task[Answered]) -> None:
+        """Wait until D has granted so many blocks, or all of `legs`, if any, have been answered."""
 
         async def reached() -> bool:
-            return (await self.d.blocks(self.d_process)).granted >= blocks
+            over = bool(legs) and all(leg.done() for leg in legs)
+            return over or (await self.d.blocks(self.d_process)).granted >= blocks
 
         async def where() -> str:
             states = [await self.d.state(engine) for engine in self.d.processes]
             return "; ".join(f"{state.engine_id}: {state.blocks}" for state in states)
 
-        await eventually(reached, 15.0, where)
+        await eventually(reached, describe=where)
 
 
 def as_live(engine: EngineProcess) -> Any:
@@ -150,12 +157,13 @@ async def test_destination_is_killed_with_writes_in_flight(tiny: Path, transport
         pushes = Pushes(d)
         expected = await pushes.alone()
         source, destination = pushes.p_process, pushes.d_process
-        source.run = serve_with_slow_writes
+        source.run = serve_with_writes_that_wait
         await source.restart()
         await d.healthy()
         started = await pushes.start()
         await pushes.granted(len(PROMPTS) * BLOCKS)
         destination.kill()
+        source.go_on()
         for key, prefill, decode in started:
             assert (await prefill).status == 200
             with pytest.raises(aiohttp.ClientError):
@@ -170,13 +178,13 @@ async def test_destination_is_killed_with_writes_in_flight(tiny: Path, transport
 
 @pytest.mark.parametrize("victim", ["source", "destination"])
 async def test_killed_at_some_moment_of_many_pushes(tiny: Path, victim: str) -> None:
-    """Field case 17: whatever they were at. Twice over, at other moments."""
+    """Field case 17: whatever they were at, if only at their end. Twice over, at other moments."""
     async with deployment(tiny, transport="nixl", **OPTIONS) as d:
         pushes = Pushes(d)
         expected = await pushes.alone()
         for moment in range(2):
             started = await pushes.start()
-            await pushes.granted(1 + moment * 3 * BLOCKS)
+            await pushes.granted(1 + moment * 3 * BLOCKS, *(decode for _, _, decode in started))
             killed = pushes.p_process if victim == "source" else pushes.d_process
             other = pushes.d_process if victim == "source" else pushes.p_process
             killed.kill()

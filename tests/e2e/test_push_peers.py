@@ -236,7 +236,7 @@ async def test_source_restarts_between_grant_and_write(tiny: Path, transport: Tr
         assert c.d.blocks().quarantined == BLOCKS, "a broken connection is no fence"
         where = former.agent.control_address
         async with engine("prefill", tiny, name="p", control=where, num_blocks=64, **options) as present:
-            await until(lambda: c.d.blocks().quarantined == 0, 10.0, c.s.where)
+            await until(lambda: c.d.blocks().quarantined == 0, describe=c.s.where)
             assert c.from_d.received_of(WrongEpoch)[-1].wanted == former.agent.me
             await c.idle()
             prompt = c.prompt()

@@ -46,7 +46,7 @@ class Three:
         return (await self.c.legs.record(engine, key)).kv_source == "transferred"
 
     async def idle(self) -> None:
-        await until(lambda: idle(self.d2), 10.0, lambda: f"D2: {leftovers(self.d2)}")
+        await until(lambda: idle(self.d2), describe=lambda: f"D2: {leftovers(self.d2)}")
         await self.c.idle()
 
 
@@ -202,7 +202,7 @@ async def test_several_in_a_row(t: Three) -> None:
         key = again(key)
         leg = c.legs.decode_push(t.p, destination, prompt, key=key, offer=push.key)
         legs.append(asyncio.create_task(leg))
-        await until(lambda number=number: len(named_grants(t.p)) == number + 2, 10.0, c.s.where)
+        await until(lambda number=number: len(named_grants(t.p)) == number + 2, describe=c.s.where)
     c.open()
     answers = await asyncio.gather(*legs)
     assert [answer.token_ids for answer in answers] == [expected] * 4

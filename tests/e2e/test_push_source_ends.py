@@ -193,7 +193,7 @@ async def test_source_preempts_it(tiny: Path, transport: str, in_flight: bool) -
         c.writes.closed = in_flight
         c.steps.open()
         if in_flight:
-            await until(lambda: any(request.stats.preemptions for request in requests), 10.0, c.s.where)
+            await until(lambda: any(request.stats.preemptions for request in requests), describe=c.s.where)
             assert c.writes.held > 0
             assert not push.decode.done()
             c.writes.closed = False

@@ -14,7 +14,18 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef
 from tests.cluster import Transport, until
-from tests.e2e.turns import BLOCK, Forward, Talk, blocks_of, forwards, full, is_read, talk, transports
+from tests.e2e.turns import (
+    BLOCK,
+    Forward,
+    Talk,
+    blocks_of,
+    forwards,
+    full,
+    is_read,
+    readers,
+    talk,
+    transports,
+)
 from tests.gates import TransferGate
 from tests.legs import history
 from tests.wire import Wire
@@ -102,7 +113,8 @@ async def test_several_prefill_engines_read_at_once(tiny: Path, transport: Trans
             asyncio.create_task(t.reply(prompt, turn.history, p=p))
             for p, prompt in zip(engines, prompts, strict=True)
         ]
-        await until(lambda: all(gate.held == 1 for gate in gates))
+        # A read is posted while its claim is still on its way.
+        await until(lambda: all(gate.held == 1 for gate in gates) and readers(t.d, turn) == 2)
         offer = t.d.agent._running_node.offers.get(turn.key)
         assert offer is not None
         assert {reader for reader, _ in offer.pins} == {p.agent.me for p in engines}

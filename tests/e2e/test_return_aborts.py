@@ -164,14 +164,14 @@ async def left_behind_nothing(s: Scene, state: State, forward: Forward) -> None:
     t, kept = s.t, s.turn.kept // BLOCK
     client, hit = await state(s, forward)
     await leave(client)
-    await until(hit, 10.0, lambda: f"{leftovers(t.p)}, {leftovers(t.d)}, {readers(t.d, s.turn)} readers")
+    await until(hit, describe=lambda: f"{leftovers(t.p)}, {leftovers(t.d)}, {readers(t.d, s.turn)} readers")
     s.open()
     await asyncio.gather(*s.others)
     await t.deployment.settled(t.p)
-    await until(lambda: not leftovers(t.p), 10.0, lambda: f"prefill: {leftovers(t.p)}")
+    await until(lambda: not leftovers(t.p), describe=lambda: f"prefill: {leftovers(t.p)}")
     # Of the decode engine only what it retains is left, and nobody has a claim on it.
     only_the_turn = {"blocks": kept, "lent": kept, "offers": 1}
-    await until(lambda: leftovers(t.d) == only_the_turn, 10.0, lambda: f"decode: {leftovers(t.d)}")
+    await until(lambda: leftovers(t.d) == only_the_turn, describe=lambda: f"decode: {leftovers(t.d)}")
     assert t.d.blocks().retained == kept
     assert readers(t.d, s.turn) == 0
 
@@ -216,7 +216,7 @@ async def test_storm(tiny: Path, transport: Transport) -> None:
 
         stayed = [kind for kinds in await asyncio.gather(*map(client, range(6))) for kind in kinds]
         assert 5 < sum(stayed) < 40
-        await until(lambda: not leftovers(t.p), 15.0, lambda: f"prefill: {leftovers(t.p)}")
+        await until(lambda: not leftovers(t.p), describe=lambda: f"prefill: {leftovers(t.p)}")
         reply = await t.reply(prompts[0], turn.history)
         assert (reply.token_ids, reply.source.transferred_tokens) == (expected[0], turn.kept)
         await t.forget(turn)

@@ -21,15 +21,11 @@ from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.reasons import Reason
 from kvhandoff.core.records import EngineState
 from kvhandoff.embedded.process import EngineConfig
-from kvhandoff.handoff.settings import HandoffSettings
 from tests.cluster import CLUSTER_KEY, MODEL, Cluster, LiveEngine, Transport, client, engine, until
 from tests.e2e.turns import Forward, Turn, talk, transports
 from tests.gates import TransferGate
 from tests.legs import Legs, random_prompt
 from tests.processes import EngineProcess
-
-IMPATIENT = HandoffSettings(handshake_s=0.5)
-"""Nobody answers where nobody is: the tests need not wait long for that."""
 
 
 @transports
@@ -68,7 +64,7 @@ async def test_new_life_at_the_same_address(
 @transports
 async def test_new_life_at_another_address(tiny: Path, transport: Transport) -> None:
     """Field case 9: nobody is where the turn was kept."""
-    async with talk(tiny, transport=transport, settings=IMPATIENT) as t:
+    async with talk(tiny, transport=transport) as t:
         turn = await t.turn(t.prompt(120), 20)
         prompt = turn.transcript + t.prompt(30)
         expected = await t.legs.alone(t.p, prompt)
@@ -124,9 +120,7 @@ async def killable(tiny: Path, transport: Transport) -> AsyncIterator[Killable]:
     process = EngineProcess(config)
     async with (
         client() as session,
-        engine(
-            "prefill", tiny, transport=transport, prefix_cache=False, wrap_plane=gate.wrap, settings=IMPATIENT
-        ) as p,
+        engine("prefill", tiny, transport=transport, prefix_cache=False, wrap_plane=gate.wrap) as p,
     ):
         try:
             await process.start()

@@ -22,7 +22,7 @@ from tests.embedded.fake_agent import FakeAgent, FakeEngine, FakeLeg, Script
 from tests.tinymodels import cached_tiny_model
 
 MODEL = "tiny"
-DEADLINE = 10.0
+DEADLINE = 30.0
 """Seconds after which a test that waits for something has failed."""
 
 CHAT = "/v1/chat/completions"

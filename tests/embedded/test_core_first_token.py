@@ -119,7 +119,7 @@ def test_seeded_tokens_are_the_same_as_without_reuse(length: int, sampling: dict
     assert reused > 40
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     prompt=st.lists(st.integers(1, VOCAB - 1), min_size=2, max_size=9),
     max_tokens=st.integers(1, 6),

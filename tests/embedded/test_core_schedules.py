@@ -333,4 +333,4 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedules.settings = settings(max_examples=150, stateful_step_count=40)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -65,7 +65,7 @@ def test_greedy_answers_are_those_of_generate(arch: str):
         assert answer == expected[0, len(prompt) :].tolist()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_schedule_over_any_blocks_gives_the_plain_logits(data: st.DataObject):
     arch = data.draw(st.sampled_from(["llama", "qwen2_sliding"]))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import ConfigError
@@ -48,7 +48,7 @@ def test_exact_logits_are_the_plain_ones_up_to_rounding(arch: str):
     assert_logits_close(alone(runner_of(arch, exact=True), tokens), plain_logits(arch, tokens))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_chunks_in_any_company_give_the_same_bits(data: st.DataObject):
     runner = runner_of(data.draw(st.sampled_from(ARCHITECTURES)), exact=True)

@@ -30,7 +30,7 @@ async def test_a_predecessor_that_ends_is_waited_for() -> None:
     await asyncio.sleep(0)
     assert not successor.done()
     predecessor.close()
-    (await asyncio.wait_for(successor, 10.0)).close()
+    (await asyncio.wait_for(successor, 30.0)).close()
 
 
 def test_an_engine_with_fewer_ranks_waits_for_all_of_the_former(monkeypatch: pytest.MonkeyPatch) -> None:

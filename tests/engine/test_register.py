@@ -15,7 +15,7 @@ from kvhandoff.handoff.registration import Registration, RegistrationKey
 from kvhandoff.web import Server, serve
 
 ME = Identity(EngineId("d"), Epoch("1"))
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Router:

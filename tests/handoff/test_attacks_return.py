@@ -287,7 +287,7 @@ def test_a_late_release_of_a_former_claim_ends_no_later_one(p: Side, d: Side) ->
     assert [effect for event in late_grant for effect in d.do(event)] == []
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     delays=st.lists(st.tuples(st.floats(0.0, 6.0), st.floats(0.0, 6.0)), min_size=1, max_size=4),
     lands=st.floats(0.0, 16.0),

@@ -139,5 +139,5 @@ class Schedules(RuleBasedStateMachine):
 
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(
-    max_examples=100, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=STEPS, suppress_health_check=list(HealthCheck)
 )

@@ -16,7 +16,7 @@ import uvloop
 
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig, Timeouts
-from tests.router.engines import CLUSTER_KEY, MODEL, MockEngine
+from tests.router.engines import CLUSTER_KEY, MODEL, WAIT_S, MockEngine
 from tests.router.valkey_server import BINARY, WHY_NOT
 
 NO_ACCOUNT = {"record_s": 0.05}
@@ -92,7 +92,7 @@ class Cluster:
 
     async def healthy(self) -> None:
         """Until the router has found every engine healthy."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not all(engine["healthy"] for engine in (await self.get("/ready"))[1]["engines"]):
                 pass
 
@@ -104,7 +104,7 @@ class Cluster:
         """Until none of these engines has a leg."""
         legs = [f'kvhandoff_router_engine_legs{{engine="{e.url}",role="{e.role}"}} 0.0' for e in engines]
         wanted = [also, *legs]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 page = await self.text("/metrics")
                 if all(line in page for line in wanted):

@@ -277,7 +277,7 @@ async def test_a_new_file_is_taken_up(cluster: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.01)
 
     async def answers(status: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/v1/models", headers=bearer("acme")))[0] != status:
                 pass
 
@@ -294,7 +294,7 @@ async def test_what_is_used_outlives_a_new_file(cluster: Any, tmp_path: Path, mo
     async with cluster(security=security(tmp_path, {"tokens_per_minute": 60})) as c:
         assert (await c.post(c.body(), headers=bearer("acme")))[0] == 200
         security(tmp_path, {"tokens_per_minute": 61}, open_pages=())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[0] != 401:
                 pass
         status, refused = await c.post(c.body(), headers=bearer("acme"))  # 51 of 61 are spent

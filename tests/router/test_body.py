@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
@@ -38,7 +38,6 @@ def test_no_json_object(raw: bytes) -> None:
     assert (error.value.status, error.value.param) == (400, "body")
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.binary(max_size=200))
 def test_anything_is_parsed_or_refused(raw: bytes) -> None:
     try:
@@ -57,7 +56,6 @@ JSON = st.recursive(
 FIELDS = ["model", "prompt", "messages", "stream", "echo", "logprobs", "prompt_logprobs", "cache_salt"]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from(Endpoint))
 def test_any_types_are_summarized(fields: dict[str, Any], endpoint: Endpoint) -> None:
     made = summary(endpoint, **fields)

@@ -6,7 +6,7 @@ from functools import reduce
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -35,7 +35,6 @@ from tests.router.test_policy import engine, request
 POSITIVE = st.floats(1e-6, 1e6)
 
 
-@settings(deadline=None)
 @given(POSITIVE, st.floats(1e-4, 1e4))
 def test_an_estimate_comes_to_what_is_observed(prior: float, factor: float) -> None:
     value = prior * factor
@@ -44,7 +43,6 @@ def test_an_estimate_comes_to_what_is_observed(prior: float, factor: float) -> N
     assert estimate.n == 500
 
 
-@settings(deadline=None)
 @given(POSITIVE, st.floats(0, 1e12), st.integers(0, 100))
 def test_one_observation_is_not_believed_beyond_bounds(value: float, seen: float, n: int) -> None:
     after = Estimate(value, n).observe(seen).value

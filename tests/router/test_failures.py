@@ -279,7 +279,7 @@ async def test_only_decode_engine_refuses_the_connection(cluster: Any) -> None:
 
 async def test_connection_in_time_is_not_had_then_another(cluster: Any) -> None:
     """A burst may be more than a live engine accepts at once: tried elsewhere, but it is not marked down."""
-    async with cluster(decode=2, timeouts={"connect_s": 0.05} | NO_ACCOUNT) as c:
+    async with cluster(decode=2, timeouts={"connect_s": 0.3} | NO_ACCOUNT) as c:
         await c.d.kill()
         async with swamped(c.d.port):
             status, _ = await c.post(c.body())
@@ -313,7 +313,7 @@ async def test_decode_fails_before_its_first_byte(cluster: Any, script: Any, str
 
 
 async def test_decode_late_then_another(cluster: Any) -> None:
-    async with cluster(decode=2, timeouts={"first_byte_s": 0.05, "answer_s": 0.05}) as c:
+    async with cluster(decode=2, timeouts={"first_byte_s": 0.3, "answer_s": 0.3}) as c:
         c.d.script = silent
         assert (await c.post(c.body()))[0] == 200
         leg = await soon(c.d.cancelled.get())

@@ -161,7 +161,7 @@ async def test_dead_engine_and_its_return(f: Fixture) -> None:
 async def test_some_missed_reports_are_borne(f: Fixture) -> None:
     """A busy engine may answer late; only several in a row make it unhealthy."""
     d = await f.engine("decode", "d")
-    fleet = await f.fleet([], [d], timeouts=Timeouts(poll_s=0.02))
+    fleet = await f.fleet([], [d], timeouts=Timeouts(poll_s=0.2))
 
     async def never() -> None:
         await asyncio.Event().wait()
@@ -171,7 +171,7 @@ async def test_some_missed_reports_are_borne(f: Fixture) -> None:
         await fleet.poll(fleet.engines)
         assert fleet.decode[0].healthy
     await fleet.poll(fleet.engines)
-    assert fleet.decode[0].problem == "no state report in 0.02 s"
+    assert fleet.decode[0].problem == "no state report in 0.2 s"
 
 
 async def test_an_engine_that_says_it_can_t_work(f: Fixture) -> None:

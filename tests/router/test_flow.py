@@ -15,6 +15,7 @@ from tests.router.engines import (
     DONE,
     MODEL,
     PROMPT_TOKENS,
+    WAIT_S,
     Leg,
     MockEngine,
     decode,
@@ -355,7 +356,7 @@ async def test_model_list(cluster: Any) -> None:
 async def test_model_with_a_slash_in_its_name(cluster: Any) -> None:
     async with cluster(poll_interval_s=0.02) as c:
         c.d.model = "org/name"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/v1/models/org/name"))[0] == 404:
                 pass
         for path in ("/v1/models/org/name", "/v1/models/org%2Fname"):

@@ -17,7 +17,18 @@ from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.phases import Phase
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig
-from tests.router.engines import CLUSTER_KEY, Leg, MockEngine, decode, failing, held, prefill, soon, until
+from tests.router.engines import (
+    CLUSTER_KEY,
+    WAIT_S,
+    Leg,
+    MockEngine,
+    decode,
+    failing,
+    held,
+    prefill,
+    soon,
+    until,
+)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -133,7 +144,7 @@ async def test_health_and_ready(cluster: Any) -> None:
         assert [engine["healthy"] for engine in ready["engines"]] == [True] * 3
         await c.d.kill()
         await c.decode[1].kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[0] == 200:
                 pass
         status, ready = await c.get("/ready")

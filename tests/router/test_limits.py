@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
@@ -68,7 +68,6 @@ def test_without_a_limit_nothing_is_counted() -> None:
 steps = st.lists(st.tuples(st.floats(0, 30), st.integers(0, 900), st.floats(0, 1)), max_size=60)
 
 
-@settings(deadline=None)
 @given(steps)
 def test_nobody_gets_more_than_the_rate(steps: list[tuple[float, int, float]]) -> None:
     """Whatever is asked for and used when: a minute's worth, and what the time has brought, is never

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
@@ -264,7 +264,6 @@ def test_what_cannot_be_read_has_no_fingerprints(messages: bytes) -> None:
     assert (made.messages, list(made.of_this_turn())) == ((), [])
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(JSON, JSON, JSON, st.sampled_from(Endpoint))
 def test_any_types(messages: Any, conversation: Any, salt: Any, endpoint: Endpoint) -> None:
     if conversation is not None and not isinstance(conversation, str):
@@ -278,7 +277,6 @@ def test_any_types(messages: Any, conversation: Any, salt: Any, endpoint: Endpoi
     )
 
 
-@settings(deadline=None)
 @given(st.lists(JSON, min_size=1))
 def test_any_messages(messages: list[Any]) -> None:
     """Each beginning has the name that it has alone, whatever it is."""

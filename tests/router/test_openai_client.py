@@ -21,6 +21,7 @@ from tests.router.callers import KEYS, security
 from tests.router.engines import (
     DONE,
     MODEL,
+    WAIT_S,
     Leg,
     MockEngine,
     completion,
@@ -345,7 +346,7 @@ async def test_an_error_inside_a_stream(cluster: Any) -> None:
 
 async def test_client_that_gives_up(cluster: Any) -> None:
     """Its own timeout ends both legs (field case 30)."""
-    async with cluster() as c, client(c, timeout=httpx2.Timeout(10.0, read=0.2)) as api:
+    async with cluster() as c, client(c, timeout=httpx2.Timeout(10.0, read=1.0)) as api:
         c.d.script = held
         with pytest.raises(openai.APITimeoutError):
             await api.chat.completions.create(model=MODEL, messages=MESSAGES)
@@ -393,7 +394,7 @@ async def endless(c: Any) -> AsyncIterator[None]:
 async def test_client_that_closes_a_stream(cluster: Any, stop: str) -> None:
     async with cluster() as c, client(c) as api, endless(c):
         stream = await api.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
-        async with stream if stop == "break" else asyncio.timeout(10):
+        async with stream if stop == "break" else asyncio.timeout(WAIT_S):
             async for chunk in stream:
                 assert chunk.choices[0].delta.content == "more "
                 break

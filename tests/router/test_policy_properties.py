@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -102,7 +102,6 @@ def fits(engine: EngineView, model: str) -> bool:
     return engine.healthy and engine.model == model
 
 
-@settings(deadline=None)
 @given(POLICIES, FLEETS, REQUESTS, AVOID, st.none() | URLS, TOKENS, CACHED)
 def test_only_healthy_engines_of_the_model(
     policies: Policies,
@@ -132,7 +131,6 @@ def heavier(fleet: FleetView, url: str, more: int) -> FleetView:
     return replace(fleet, prefill=load(fleet.prefill), decode=load(fleet.decode))
 
 
-@settings(deadline=None)
 @given(FLEETS, st.none() | URLS, TOKENS, CACHED, URLS, st.integers(1, 10**6))
 def test_more_load_makes_no_engine_more_attractive(
     fleet: FleetView, holder: str | None, tokens: int, cached: dict[str, int], url: str, more: int
@@ -147,7 +145,6 @@ def test_more_load_makes_no_engine_more_attractive(
     assert url not in choices(after) - choices(fleet)
 
 
-@settings(deadline=None)
 @given(FLEETS, st.integers(1, 10**5), HISTORIES, st.integers(1, 10**5), st.integers(1, 9))
 def test_more_work_makes_no_path_cheaper(
     fleet: FleetView, tokens: int, history: History | None, queue: int, running: int
@@ -168,7 +165,6 @@ def test_more_work_makes_no_path_cheaper(
         assert (fuller[option].total >= cost.total) if local else (fuller[option].total == cost.total)
 
 
-@settings(deadline=None)
 @given(POLICIES, st.sampled_from(PATH_CHOICES), REQUESTS, FLEETS, HISTORIES, CACHED)
 def test_the_choice_is_the_least_of_the_stated_costs(
     policies: Policies,
@@ -194,7 +190,6 @@ def test_the_choice_is_the_least_of_the_stated_costs(
         assert decision.returns
 
 
-@settings(deadline=None)
 @given(POLICIES, st.sampled_from(PATH_CHOICES), REQUESTS, FLEETS, HISTORIES)
 def test_a_path_that_hands_nothing_over_has_a_reason(
     policies: Policies, requested: Any, request: RequestSummary, fleet: FleetView, history: History | None
@@ -211,7 +206,6 @@ def test_a_path_that_hands_nothing_over_has_a_reason(
         assert not any(option.startswith(barred) for option in expected.ttft_s)
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 6),
     st.lists(st.integers(1, 4000), min_size=1, max_size=40),
@@ -231,7 +225,6 @@ def test_simultaneous_requests_spread(n: int, sizes: list[int], role: str) -> No
         assert max(engines.load) - min(engines.load) <= max(sizes)
 
 
-@settings(deadline=None)
 @given(FLEETS, st.integers(1, 4000), URLS)
 def test_a_move_is_not_undone_by_the_next_look(fleet: FleetView, tokens: int, present: str) -> None:
     """Under a load that stays as it is but for the move itself."""

@@ -15,6 +15,7 @@ from kvhandoff.handoff.messages import OfferRef
 from tests.router.conftest import NO_ACCOUNT
 from tests.router.engines import (
     DONE,
+    WAIT_S,
     Leg,
     MockEngine,
     decode,
@@ -113,7 +114,7 @@ async def test_no_decode_engine(cluster: Any) -> None:
     async with cluster(poll_interval_s=0.02) as c:
         await c.d.kill()
         await until(lambda: c.p.cursors)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[0] == 200:
                 pass
         status, answer = await c.post(c.body(), headers=PUSH)
@@ -215,7 +216,7 @@ async def test_prefill_engine_is_gone(cluster: Any) -> None:
         await c.p.kill()
         request = push(c)
         await soon(c.d.legs.get())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[1]["engines"][0]["healthy"]:
                 pass
         c.d.gate.set()
@@ -302,7 +303,7 @@ async def test_decode_fails_while_prefill_runs(cluster: Any, script: Any, stream
 
 async def test_decode_is_late_when_prefill_is_done(cluster: Any) -> None:
     """It has its time from there on; then another one pulls what has been computed."""
-    async with cluster(decode=2, timeouts={"answer_s": 0.2}) as c:
+    async with cluster(decode=2, timeouts={"answer_s": 0.3}) as c:
         c.d.script = silent
         request = push(c)
         p, d = await both(c)
@@ -314,7 +315,7 @@ async def test_decode_is_late_when_prefill_is_done(cluster: Any) -> None:
 
 async def test_a_late_prefill_leg_takes_no_time_from_the_decode_leg(cluster: Any) -> None:
     """The decode engine computes from when the prefill leg has come to nothing, and has its whole time."""
-    limit_s = 0.3
+    limit_s = 1.0
     async with cluster(timeouts={"prefill_s": limit_s, "answer_s": limit_s, "retry_s": 0.05}) as c:
 
         async def alone(engine: MockEngine, leg: Leg) -> web.StreamResponse:

@@ -9,7 +9,7 @@ import pytest
 
 from kvhandoff.core.ids import HandoffKey
 from tests.router.conftest import NO_ACCOUNT
-from tests.router.engines import MODEL, Leg, decode, failing, held, soon, until
+from tests.router.engines import MODEL, WAIT_S, Leg, decode, failing, held, soon, until
 from tests.router.test_failures import reset
 from tests.router.test_leaving import leave
 from tests.router.test_push import both, gated_stream, push
@@ -229,7 +229,7 @@ async def test_engine_that_can_not_take_it(cluster: Any) -> None:
         other.model = "other"
         await dead.kill()
         await until(lambda: other.cursors)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[1]["engines"][3]["healthy"]:
                 pass
         seen = len(other.cursors)
@@ -354,7 +354,7 @@ async def test_target_dies_while_it_is_moved(cluster: Any) -> None:
         order = asyncio.create_task(rebind(c, d, c.decode[1].engine_id))
         await soon(withdrawing.wait())
         await c.decode[1].kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while (await c.get("/ready"))[1]["engines"][2]["healthy"]:
                 pass
         go_on.set()

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhandoff.core.ids import EngineId, Epoch, HandoffId, HandoffKey, Identity
@@ -54,7 +54,6 @@ seconds = st.floats(0, 100)
 phases = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), seconds)
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(phases, phases, seconds, seconds, seconds, seconds, seconds, st.booleans(), st.booleans())
 def test_phases_add_up(
     p: dict[str, float],
@@ -97,7 +96,6 @@ def test_phases_add_up(
     assert not record.incomplete
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(phases, phases, seconds, seconds, seconds, seconds, st.booleans(), st.booleans())
 def test_phases_of_a_push_add_up(
     p: dict[str, float],

@@ -20,7 +20,7 @@ from kvhandoff.router.security import Security, engine_tls, listener_tls
 from tests.router.callers import bearer, security
 from tests.router.certificates import CERT_A, CERT_B, ENCRYPTED_KEY_A, KEY_A, KEY_B
 from tests.router.conftest import NO_ACCOUNT
-from tests.router.engines import CLUSTER_KEY, MODEL, Leg, MockEngine
+from tests.router.engines import CLUSTER_KEY, MODEL, WAIT_S, Leg, MockEngine
 
 PROMPT = {"model": MODEL, "prompt": "the quick brown fox jumps over the lazy dog", "max_tokens": 8}
 
@@ -77,7 +77,7 @@ async def test_a_renewed_certificate_is_taken_up(cluster: Any, tmp_path: Path, m
         assert await trusted(CERT_A)
         assert not await trusted(CERT_B)
         certificate(tmp_path, CERT_B, KEY_B)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not await trusted(CERT_B):
                 pass
         assert not await trusted(CERT_A)

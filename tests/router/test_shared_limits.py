@@ -85,23 +85,25 @@ async def test_requests_of_all_routers_count(server: ValkeyServer) -> None:
 
 async def test_a_dead_router_s_share_comes_back(server: ValkeyServer) -> None:
     """Nobody says that it has ended; its lease does."""
-    async with opened(server, lease_s=0.2) as a:
-        async with opened(server, lease_s=0.2) as dead:
+    async with opened(server) as a:
+        async with opened(server, lease_s=1000.0) as dead:
             assert await dead.begin("acme", 2, 2) is None
             assert isinstance(await a.begin("acme", 1, 2), Excess)
             a.state("acme", 0)
-        # It is gone without a word of its requests.
+        # It is gone without a word of its requests. Rather than wait for the lease's end, have it be over.
+        [name] = await server.client.zrange("kvhandoff:routers", 0, -1)
+        await server.client.zadd("kvhandoff:routers", {name: 1.0})
         await admitted(a, running=1, limit=2)
         assert len(await server.client.zrange("kvhandoff:routers", 0, -1)) == 1
 
 
 async def test_a_living_router_s_share_stays(server: ValkeyServer) -> None:
     """However long its request takes: it renews its lease."""
-    async with opened(server, lease_s=0.2) as a, opened(server) as b:
+    async with opened(server, lease_s=1.0) as a, opened(server) as b:
         assert await a.begin("acme", 1, 1) is None
         ends = set()
         async with asyncio.timeout(WAIT_S):
-            while len(ends) < 12:  # four leases
+            while len(ends) < 6:  # more than one lease
                 [(_, end), *_] = await server.client.zrange("kvhandoff:routers", 0, -1, withscores=True)
                 ends.add(end)
         assert isinstance(await b.begin("acme", 1, 1), Excess)
@@ -170,7 +172,7 @@ async def test_the_bucket_is_that_of_one_router(server: ValkeyServer) -> None:
     async with opened(server) as a:
         loop = asyncio.get_running_loop()
 
-        @settings(deadline=None, max_examples=40)
+        @settings(max_examples=40)
         @given(STEPS)
         def examples(sequence: list[tuple[int, int, bool]]) -> None:
             asyncio.run_coroutine_threadsafe(play(sequence), loop).result(WAIT_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhandoff.router.endpoints import Endpoint
@@ -51,7 +51,6 @@ def test_event(event: bytes, found: bool) -> None:
     assert FirstContent(CHAT).feed(event) is found
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, len(ROLE) + len(TEXT)), max_size=12))
 def test_any_cut(cuts: list[int]) -> None:
     raw = ROLE + TEXT
@@ -215,7 +214,6 @@ COMPLETED = b'event: response.completed\ndata: {"type":"response.completed","res
     ],
 )
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
-@settings(deadline=None)  # the machine may be busy
 def test_last_event(endpoint: Endpoint, raw: bytes, ends: bool, cuts: list[int]) -> None:
     """Found with its last byte, wherever the bytes are cut, and in no answer's text."""
     edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]

@@ -16,7 +16,7 @@ from kvhandoff.core.phases import Phase
 from kvhandoff.router import traces
 from tests.collector import Collector, collector
 from tests.router.conftest import NO_ACCOUNT
-from tests.router.engines import decode, failing, held, once, soon
+from tests.router.engines import WAIT_S, decode, failing, held, once, soon
 from tests.router.test_leaving import leave
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -242,7 +242,7 @@ async def lost(c: Any) -> float:
 
 
 async def counted(c: Any, at_least: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while await lost(c) < at_least:  # noqa: ASYNC110  another thread's counter
             await asyncio.sleep(0.01)
 
@@ -310,7 +310,7 @@ async def test_the_queue_empties(cluster: Any, spans: Collector, monkeypatch: py
         for sent in (1, 2, 3):
             await c.record((await c.post(c.body()))[1]["id"])
             await spans.has(lambda sent=sent: len(spans.spans) == sent * 12)  # type: ignore[misc]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 while f'spans_total{{result="exported"}} {sent * 12}.0' not in await c.text("/metrics"):
                     pass  # the answer is not back yet
         assert await lost(c) == 0

@@ -119,7 +119,7 @@ async def test_without_a_prefill_engine_the_decode_engine_computes() -> None:
 @pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
 async def test_prefill_later_than_new_attempts_may_begin(connector: str) -> None:
     """Also when both legs of a push are late at once, as by default: it was the prefill leg."""
-    timeouts = {"prefill_s": 0.1, "answer_s": 0.1, "retry_s": 0.05}
+    timeouts = {"prefill_s": 0.3, "answer_s": 0.3, "retry_s": 0.05}
     async with upstream_cluster(connector, n_prefill=2, timeouts=timeouts) as c:
 
         async def held_by_prefill(engine: UpstreamMock, leg: UpstreamLeg) -> Any:

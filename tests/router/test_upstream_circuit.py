@@ -91,7 +91,7 @@ async def test_nobody_is_blamed_for_the_other_leg() -> None:
 
 async def test_who_works_or_is_late_does_not_rest() -> None:
     """A client's mistake is none of the engine's, and a leg that waits may wait for another."""
-    timeouts = {"answer_s": 0.05, "retry_s": 0.01}
+    timeouts = {"answer_s": 0.3, "retry_s": 0.01}
     async with upstream_cluster("nixl", timeouts=timeouts) as c:
         c.d.script = refusing
         await requests(c, 5, status=400, **LOCAL)

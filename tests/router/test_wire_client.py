@@ -50,7 +50,6 @@ async def ask(pieces: list[bytes], *, eof: bool = False) -> tuple[tuple[int, byt
     ("raw", "expected"),
     [(SIZED, (200, b"hello")), (CHUNKED, (200, b"abc0123456789")), (CONTINUED, (200, b"hello"))],
 )
-@settings(deadline=None)
 @given(cuts=CUTS)
 def test_however_it_is_cut(raw: bytes, expected: tuple[int, bytes], cuts: list[int]) -> None:
     result, wire = asyncio.run(ask(cut(raw, cuts)))
@@ -123,7 +122,7 @@ def read_by_h11(raw: bytes) -> tuple[int, bytes] | None:
 
 
 @pytest.mark.parametrize("raw", [SIZED, CHUNKED, CONTINUED])
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(mutations=MUTATIONS, cuts=CUTS)
 def test_random_damage(raw: bytes, mutations: Any, cuts: list[int]) -> None:
     """Nothing but BrokenOff comes of it, or what another parser reads too."""

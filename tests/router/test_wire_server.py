@@ -8,7 +8,7 @@ from typing import Any
 
 import h11
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.router.wire import Headers, Request, StreamResponse, post
@@ -65,7 +65,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     assert wire.end == ""
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cuts=CUTS)
 def test_however_it_is_cut(cuts: list[int]) -> None:
     async def run(pieces: list[bytes]) -> tuple[Any, bytes]:
@@ -101,7 +101,7 @@ def read_by_h11(raw: bytes) -> tuple[list[tuple[str, str, bytes]], bool]:
         return found, True
 
 
-@settings(deadline=None, max_examples=600, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600)
 @given(mutations=MUTATIONS, cuts=CUTS)
 def test_what_is_taken_for_a_request_is_one(mutations: list[Any], cuts: list[int]) -> None:
     """Random damage: nothing crashes, and where another parser can read it too, both read the same."""

@@ -22,7 +22,7 @@ from kvhandoff.router.merging import merge_metrics
 from kvhandoff.router.wire import Server
 from kvhandoff.router.worker import Worker
 from tests.router.conftest import Cluster
-from tests.router.engines import CLUSTER_KEY, MockEngine, held, soon
+from tests.router.engines import CLUSTER_KEY, WAIT_S, MockEngine, held, soon
 
 
 class Workers:
@@ -165,7 +165,7 @@ async def test_engines_register_with_all(workers: Callable[..., Any]) -> None:
                 return late.url in [engine["url"] for engine in (await c.get("/ready"))[1]["engines"]]
 
             for index in (0, 1):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(WAIT_S):
                     while not await known(w.at[index]):
                         pass
             await w.stop(0)

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ import zmq.asyncio
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.transport import control
 from kvhandoff.transport.control import ControlPlane
+from kvhandoff.web import free_port
 
 KEY = b"cluster key"
 DEADLINE = 20.0
@@ -67,9 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def unused_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def port_of(address: str) -> int:
@@ -236,13 +234,14 @@ async def test_nobody_there_is_reported_and_forgotten(monkeypatch: pytest.Monkey
         assert plane.send(nobody, b"old")
         assert await inbox.next_lost() == nobody
         assert plane._peers == {}
+        monkeypatch.undo()
         async with listening(bind=nobody) as (_, _, late):
             assert plane.send(nobody, b"new")
             assert await late.next() == b"new"  # and not the old one
 
 
 async def test_unused_peers_are_closed_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_IDLE_S", 0.1)
+    monkeypatch.setattr(control, "_IDLE_S", 0.5)
     async with listening() as (a, _, lost), listening() as (_, at_b, inbox):
         assert a.send(at_b, b"1")
         assert await inbox.next() == b"1"

@@ -16,7 +16,9 @@ from tests.transport.processes import block_of, identity
 
 ME, PEER = identity("me"), identity("peer")
 SIZE = 4096
-FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 class Planes:

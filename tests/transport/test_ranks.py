@@ -257,7 +257,7 @@ def pair() -> Iterator[tuple[RankedEngine, RankedEngine]]:
         yield p, d
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_metadata_are_refused(pair: tuple[RankedEngine, RankedEngine], data: st.DataObject) -> None:
     """With the checksum of each rank's, a change is either seen or changes nothing that is used."""

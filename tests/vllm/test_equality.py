@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvhandoff.core.reasons import Reason
+from tests.vllm.engines import eventually
 from tests.vllm.marks import both, gqa
 from tests.vllm.pair import CHAT, MAX_TOKENS, Answered, Pair, greedy, new_key
 
@@ -41,15 +42,18 @@ async def test_forward(pair: Pair, way: str, tokens: int) -> None:
 
 @gqa
 async def test_push_moves_all_full_blocks_before_the_leg_ends(pair: Pair) -> None:
-    """Field case 52: bytes don't wait for the offer to be complete. The leg goes on for a second after its
-    prompt, and the engines know each other, so that their speed decides nothing."""
-    assert (await pair.push((await pair.question(40)).prompt)).status == 200
+    """Field case 52: bytes don't wait for the offer to be complete. The blocks are granted before the prompt
+    is computed, and the leg goes on for a second after it, so that the engines' speed decides nothing."""
     question, key = await pair.question(1000), new_key()
-    prefilled, answer = await asyncio.gather(
-        pair.prefill(question.prompt, key=key, push=True, max_tokens=600, ignore_eos=True),
-        pair.decode_push(question.prompt, key=key),
-    )
+    destination = asyncio.create_task(pair.decode_push(question.prompt, key=key))
+
+    async def granted() -> bool:
+        return (await pair.d.blocks()).granted > 0
+
+    await eventually(granted)
+    prefilled = await pair.prefill(question.prompt, key=key, push=True, max_tokens=600, ignore_eos=True)
     assert prefilled.status == 200
+    answer = await destination
     assert answer.token_ids == question.expected
     d = await pair.d.record(key.handoff_id)
     assert d.transferred_tokens == 1000 - LAST

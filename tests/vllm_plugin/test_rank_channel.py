@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -189,6 +190,7 @@ def test_nothing_but_the_file_descriptors_of_the_test_stay_open() -> None:
                 driver.close()
 
     run()
+    gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
     run()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -81,7 +81,8 @@ def vllm_children(
             *("--vllm-command", command, *seeing, "--", *engine.arguments),
         ]
         added = engine_environment(environment, index, len(engines))
-        children.append(Child(name, arguments, {**environment, **added}))
+        # Chosen here: two engines that choose for themselves at once may choose the same one.
+        children.append(Child(name, arguments, {**environment, **added}, port=free_port()))
     return children
 
 

@@ -50,8 +50,10 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_ATTACH_S = 10.0
-"""How long a rank may take to answer the driver's first message."""
+_ATTACH_S = 60.0
+"""How long the ranks may take to answer the driver's first message. Their channels listen by then, and a
+worker that ends is heard of at once, so only a worker that hangs takes as long: then the engine does not
+start. A host that starts several engines at once may well stand still for some seconds."""
 
 _RECONNECT_MS = 60_000
 
@@ -182,8 +184,11 @@ class RankedMover:
                 for rank in self._ranks:
                     await rank.attached.wait()
         except TimeoutError:
+            silent = [rank for rank in self._ranks if not rank.attached.is_set()]
             await self._close(0.0)
-            raise TransportError(f"{rank}: no answer from {rank.hello.address} in {_ATTACH_S} s") from None
+            raise TransportError(
+                "; ".join(f"{rank}: no answer from {rank.hello.address} in {_ATTACH_S} s" for rank in silent)
+            ) from None
         gone = next((f"{rank}: {rank.left}" for rank in self._ranks if rank.left is not None), None)
         if gone is not None:
             await self._close(0.0)
