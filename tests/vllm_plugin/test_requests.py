@@ -6,7 +6,6 @@ from kvhandoff.vllm.leg import VllmKVRequest
 from kvhandoff.vllm.requests import IN_PLACE, TABLE, LoadAction, LoadEvent, LoadState, Tracked
 from tests.vllm_plugin.fake_vllm import BLOCK, FakeRequest
 
-
 REPORTS = {
     LoadAction.REPORT_LOADED,
     LoadAction.REPORT_FAILED,
