@@ -55,7 +55,7 @@ class Outer(msgspec.Struct, forbid_unknown_fields=True):
         (
             {"name": "n", 1: 2},
             "",
-            "it: got {1: 2, 'name': 'n'}, allowed is an object whose names are strings",
+            "it: got {'name': 'n', 1: 2}, allowed is an object whose names are strings",
         ),
     ],
 )
