@@ -279,6 +279,8 @@ async def test_unknown_model(server: Serving, path: str) -> None:
     assert answer["error"]["code"] == "model_not_found"
     assert answer["error"]["param"] == "model"
     assert "gpt-9" in answer["error"]["message"]
+    _, answer = await server.post(path, {"prompt": "hi", "messages": USER, "model": "x" * 999})
+    assert len(answer["error"]["message"]) < 200
 
 
 @pytest.mark.asyncio(loop_scope="module")
