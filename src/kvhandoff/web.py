@@ -10,7 +10,6 @@ import errno
 import ipaddress
 import logging
 import random
-import re
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from kvhandoff.core.errors import ConfigError, RequestError
+from kvhandoff.core.errors import ConfigError, RequestError, excerpt
 
 _log = logging.getLogger(__name__)
 
@@ -45,31 +44,41 @@ class ClientGone(Exception):
 
 
 def decode_json(raw: bytes) -> Any:
-    """The value of a body. Raises RequestError naming the body, and where there is one the field."""
+    """The value of a body. Raises RequestError naming the body, or its field that can't be read."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.ValidationError as error:
-        # Valid JSON with a number that no integer or float holds.
-        where = _field_out_of_range(raw)
-        what = re.sub(" - at .*", "", str(error))
-        suffix = f" in the field {where!r}" if where else ""
-        raise RequestError(f"body: {what}{suffix}", param="body") from error
+        raise _out_of_range(raw) from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"body: not valid JSON ({error})", param="body") from error
+        raise RequestError(f"body: not valid JSON ({json_fault(raw, error)})", param="body") from error
 
 
-def _field_out_of_range(raw: bytes) -> str:
-    """The field of a body with a number that can't be held; empty for a body that is no object."""
+def json_fault(raw: bytes, error: Exception) -> str:
+    """Why a body can't be read, in words. `error`: what msgspec has raised."""
+    if not raw.strip():
+        return "it is empty"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _out_of_range(raw: bytes) -> RequestError:
+    """Valid JSON with a number that no integer or float holds."""
+    name, value = _unreadable_field(raw) or ("body", raw)
+    shown = excerpt(bytes(value).decode(errors="replace"))[1:-1]  # the JSON itself, not as a string
+    return RequestError(f"{name}: got {shown}, allowed are numbers of up to 1.8e308", param=name)
+
+
+def _unreadable_field(raw: bytes) -> tuple[str, msgspec.Raw] | None:
+    """None: the body is no object."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
-        return ""
+        return None
     for name, value in fields.items():
         try:
             msgspec.json.decode(value)
         except msgspec.ValidationError:
-            return name
-    return ""
+            return name, value
+    return None
 
 
 def free_port(host: str = "127.0.0.1") -> int:

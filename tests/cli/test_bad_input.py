@@ -35,7 +35,15 @@ def run(*arguments: str, key: str = "the key of these tests") -> subprocess.Comp
         (["up", "--return", "maybe"], "'auto', 'on', 'off'"),
         (["up", "--retain", "forever"], "'renewable', 'fixed', 'off'"),
         (["up", "--transport", "carrier-pigeon"], "'auto', 'nixl', 'shm'"),
-        (["up", "--port", "70000"], "less than or equal to 65535"),
+        (["up", "--port", "70000"], "got '70000': Input should be less than or equal to 65535"),
+        (["up", "--port", "abc"], "'--port': got 'abc': Input should be a valid integer"),
+        (["up", "--kv-memory", "inf"], "got 'inf': Input should be less than or equal to 1048576"),
+        (
+            ["engine", "--role", "decode", "--kv-memory", "inf"],
+            "got 'inf': Input should be less than or equal",
+        ),
+        (["engine", "--role", "decode", "--retain-lease", "inf"], "got 'inf': Input should be less than or"),
+        (["router", "--index-ttl", "soon"], "'--index-ttl': got 'soon': Input should be a valid number"),
         (["router"], "--decode"),
         (
             ["router", "--decode", "http://127.0.0.1:1", "--host", ""],
@@ -62,6 +70,31 @@ def test_bad_flags(arguments: list[str], said: str) -> None:
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--control", "nonsense"],
+            "control: got 'nonsense', allowed is tcp://HOST:PORT; port 0 takes a free",
+        ),
+        (["--control", "tcp://127.0.0.1:65536"], "control: got 'tcp://127.0.0.1:65536', allowed is tcp://"),
+        (
+            ["--control", "tcp://192.0.2.1:0"],
+            "control: got 'tcp://192.0.2.1:0', which can't be listened at (Ca",
+        ),
+        (["--register", "nonsense"], "register: got 'nonsense', allowed is http://HOST:PORT"),
+        (["--register-url", "nonsense"], "register_url: got 'nonsense', allowed is http://HOST:PORT"),
+        (["--cluster-key-file", "/nowhere"], "cluster-key-file: /nowhere can't be read"),
+        (["--traces", "nonsense"], "traces: got 'nonsense', allowed is http://HOST:PORT"),
+    ],
+)
+def test_options_are_looked_at_before_the_model(arguments: list[str], said: str) -> None:
+    done = run("engine", "--role", "decode", "--model", "/no/such/model", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "/no/such/model" not in done.stderr
 
 
 def test_no_cluster_key() -> None:

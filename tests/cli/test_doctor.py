@@ -14,7 +14,10 @@ from aiohttp import web
 
 from kvhandoff.handoff.messages import PROTOCOL_VERSION
 from kvhandoff.handoff.tickets import TicketGate, TicketKey
+from kvhandoff.router.app import serve
+from kvhandoff.router.config import RouterConfig
 from tests.router.engines import CLUSTER_KEY, MockEngine
+from tests.router.strangers import web_server
 from tests.router.vllm_engines import MockVllmEngine
 
 
@@ -131,6 +134,31 @@ async def test_no_engine_of_this_project() -> None:
         await other.kill()
     assert done.code == 1
     assert "what it says of itself is refused with status 404" in done.said
+
+
+async def test_a_router_and_other_servers(engines: list[Telling]) -> None:
+    config = RouterConfig(decode=(engines[0].address,), cluster_key=CLUSTER_KEY, port=0)
+    router = await serve(config)
+    try:
+        async with web_server(404, "nothing here") as url:
+            done = await doctor(f"http://127.0.0.1:{router.port}", f"{url},internal={url}")
+    finally:
+        await router.close()
+    assert done.code == 1
+    assert "wrong: a router of kvhandoff answers here, allowed is an engine: name those that it" in done.said
+    assert "wrong: a server that calls itself 'Plain/1.0' answers here, which is no engine of" in done.said
+    assert "its state report is refused with status 404" in done.said
+
+
+async def test_one_engine_twice(engines: list[Telling]) -> None:
+    done = await doctor(engines[0].address, engines[1].address, engines[0].address)
+    assert done.code == 2
+    assert f"engine: got {engines[0].url} more than once, allowed is once" in done.said
+    elsewhere = engines[0].address.replace("127.0.0.1", "localhost")
+    done = await doctor(engines[0].address, engines[1].address, elsewhere)
+    assert done.code == 1
+    there = engines[0].url.replace("127.0.0.1", "localhost")
+    assert f"wrong: {engines[0].url} and {there} are one engine, one" in done.said
 
 
 async def test_bad_input() -> None:

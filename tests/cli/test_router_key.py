@@ -98,7 +98,7 @@ def test_a_router_asks_for_keys_over_tls(tmp_path: Path, connector: list[str]) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tenants", "{bad}"], "missing required field `tenants`"),
+        (["--tenants", "{bad}"], "tenants: missing, it is required"),
         (["--tenants", "{missing}"], "missing can't be read"),
         (["--tls-cert", "{bad}"], "tls-cert, tls-key: got one of them, allowed is both or neither"),
         (["--tls-cert", "{bad}", "--tls-key", "{bad}"], "can't be used together"),

@@ -169,4 +169,4 @@ async def test_a_bad_file_of_tenants_starts_nothing(tmp_path: Path) -> None:
     _, said = await process.communicate()
     assert process.returncode == 2
     assert b"tenants: " in said
-    assert b"Expected `array`" in said
+    assert b"tenants: got 7, allowed is an array" in said

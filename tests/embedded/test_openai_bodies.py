@@ -154,17 +154,15 @@ async def test_bad_field(server: Serving, path: str, body: dict[str, Any], param
 @pytest.mark.parametrize(
     ("raw", "status", "said"),
     [
-        (b"", 400, "not valid JSON"),
         (b"{", 400, "not valid JSON"),
         (b"hello", 400, "not valid JSON"),
         (b'{"prompt": NaN}', 400, "not valid JSON"),
         (b'{"prompt": "\xff"}', 400, "not valid JSON"),
         (b'{"prompt": "\\ud800"}', 400, "not valid JSON"),
-        (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", 400, "out of range in the field 'seed'"),
-        (b'{"prompt": "hi", "temperature": 1e400}', 400, "Number out of range in the field 'temperature'"),
-        (b'{"prompt": ["hi", {"a": 1e400}]}', 400, "Number out of range in the field 'prompt'"),
-        (b"[1e400]", 400, "Number out of range"),
-        (b"[" * 100_000, 400, "not valid JSON"),
+        (b"", 400, "not valid JSON (it is empty)"),
+        (b"[1e400]", 400, "body: got [1e400], allowed are numbers of up to 1.8e308"),
+        (b"[" * 100_000, 400, "not valid JSON (it is nested too deeply)"),
+        (b'{"prompt": ' + b"[" * 100_000, 400, "not valid JSON (it is nested too deeply)"),
         (b"[]", 400, "a JSON object"),
         (b'"prompt"', 400, "a JSON object"),
         (b'{"prompt": "' + b"x" * 2**20 + b'"}', 413, "1048576 bytes"),
@@ -179,6 +177,33 @@ async def test_bad_body(server: Serving, path: str, raw: bytes, status: int, sai
         return
     assert got == status
     assert said in answer["error"]["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("seed", b"9" * 5000, "9" * 30),
+        ("temperature", b"1e400", "1e400"),
+        ("prompt", b'["hi", {"a": 1e400}]', '["hi", {"a": 1e400}]'),
+    ],
+)
+async def test_numbers_that_nothing_holds(server: Serving, field: str, value: bytes, shown: str) -> None:
+    status, answer = await server.post(COMPLETIONS, b'{"model": null, "%b": %b}' % (field.encode(), value))
+    assert (status, answer["error"]["param"]) == (400, field)
+    message = answer["error"]["message"]
+    assert message.startswith(f"{field}: got {shown}")
+    assert message.endswith(", allowed are numbers of up to 1.8e308")
+    assert len(message) < 150
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_message_is_short_whatever_was_sent(server: Serving) -> None:
+    for value in ({f"name {i}" * 9: ["x" * 999] * 9 for i in range(9)}, "x" * 999, [["x" * 99] * 9] * 9):
+        status, answer = await server.post(COMPLETIONS, {"prompt": "hi", "logit_bias": value})
+        assert status == 400
+        assert answer["error"]["message"].startswith("logit_bias: got ")
+        assert len(answer["error"]["message"]) < 300
 
 
 TOKEN_RANGE = f"token ids from 0 to {VOCAB_SIZE - 1}"
@@ -196,7 +221,7 @@ TOKEN_RANGE = f"token ids from 0 to {VOCAB_SIZE - 1}"
         ({"prompt": [-1]}, f"prompt: got -1, allowed is {TOKEN_RANGE}"),
         ({"prompt": [5, VOCAB_SIZE]}, f"prompt: got {VOCAB_SIZE}, allowed is {TOKEN_RANGE}"),
         ({"prompt": [5, "x"]}, "prompt[1]: got 'x', allowed is a token id"),
-        ({"prompt": [True]}, "prompt[0]: got True, allowed is a string, a token id or an array of token ids"),
+        ({"prompt": [True]}, "prompt[0]: got true, allowed is a string, a token id or an array of token ids"),
         ({"prompt": ["x", 5]}, "prompt[1]: got 5, allowed is a string or an array of token ids"),
         ({"max_tokens": "5"}, "max_tokens: got '5', allowed is a whole number, 1 or more, below 2^31"),
         ({"max_tokens": -1}, "max_tokens: got -1, allowed is a whole number, 1 or more, below 2^31"),
@@ -210,7 +235,14 @@ TOKEN_RANGE = f"token ids from 0 to {VOCAB_SIZE - 1}"
         ({"seed": 2**63}, f"seed: got {2**63}, allowed is a whole number, -2^63 to 2^63 - 1"),
         ({"n": None, "logprobs": "2"}, "logprobs: got '2', allowed is a whole number, 0 to 20"),
         ({"n": []}, "n: got [], allowed is a whole number, 1 to 128"),
-        ({"stop_token_ids": 5}, "stop_token_ids: got 5, allowed is array | null"),
+        ({"prompt": None}, "prompt: got null, allowed is a string, an array of strings"),
+        ({"stop": [""]}, "stop[0]: got '', allowed is a string of length >= 1"),
+        ({"stop": 5}, "stop: got 5, allowed is a string or an array or null"),
+        (
+            {"stop_token_ids": [-1]},
+            "stop_token_ids[0]: got -1, allowed is a whole number, 0 or more, below 2^31",
+        ),
+        ({"stop_token_ids": 5}, "stop_token_ids: got 5, allowed is an array or null"),
     ],
 )
 async def test_what_is_allowed(server: Serving, fields: dict[str, Any], message: str) -> None:
@@ -247,6 +279,8 @@ async def test_unknown_model(server: Serving, path: str) -> None:
     assert answer["error"]["code"] == "model_not_found"
     assert answer["error"]["param"] == "model"
     assert "gpt-9" in answer["error"]["message"]
+    _, answer = await server.post(path, {"prompt": "hi", "messages": USER, "model": "x" * 999})
+    assert len(answer["error"]["message"]) < 200
 
 
 @pytest.mark.asyncio(loop_scope="module")

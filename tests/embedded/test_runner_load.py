@@ -38,6 +38,13 @@ def change_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def test_a_pool_that_does_not_fit_is_refused_before_the_weights_are_read(llama: Path):
+    for file in llama.glob("*.safetensors"):
+        file.unlink()  # whoever reads them fails
+    with pytest.raises(ConfigError, match=r"KV pool: 1099511627776 blocks of .*, memory available is"):
+        load(llama, num_blocks=2**40)
+
+
 @pytest.mark.parametrize(
     ("arch", "why"),
     [

@@ -35,9 +35,10 @@ from tests.router.engines import (
 @pytest.mark.parametrize(
     ("raw", "status", "param", "code", "message"),
     [
-        (b"", 400, "body", None, "must be a JSON object"),
+        (b"", 400, "body", None, "must be a JSON object (it is empty)"),
         (b"no json", 400, "body", None, "must be a JSON object"),
         (b"[]", 400, "body", None, "must be a JSON object"),
+        (b'{"prompt":' + b"[" * 50_000, 400, "body", None, "be a JSON object (it is nested too deeply)"),
         (b"[" * 100_000, 400, "body", None, "must be a JSON object"),
         (b"{}", 400, "model", None, "model: it is missing, allowed is tiny"),
         (b'{"model":5}', 400, "model", None, "model: got 5, allowed is a text: tiny"),

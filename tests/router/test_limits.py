@@ -115,6 +115,25 @@ async def test_a_meter_says_when_to_come_again() -> None:
     await (await meter.open(unexpected)).reserve(550)
 
 
+async def test_a_worker_applies_its_part_and_names_the_whole() -> None:
+    limits = Limits(max_concurrency=8, tokens_per_minute=600)
+    meter = Meter("acme", limits, lambda: 0.0, processes=4)
+    charges = [await meter.open(unexpected) for _ in range(2)]
+    with pytest.raises(RequestError) as refused:
+        await meter.open(unexpected)
+    assert refused.value.message == (
+        "max_concurrency: got 2 requests under way, allowed for acme is 8, 2 of it at each of 4 workers; "
+        "try again in 1 s"
+    )
+    await charges[0].reserve(150)
+    with pytest.raises(RequestError, match="allowed for acme is 600, 150 of it at each of 4 workers; "):
+        await charges[1].reserve(1)
+    charges[0].settle(100)
+    await charges[1].reserve(50)
+    meter.limits = Limits(max_concurrency=12)
+    await meter.open(unexpected)
+
+
 async def test_new_limits_hold_at_once() -> None:
     meter = Meter("acme", Limits(tokens_per_minute=600), lambda: 0.0)
     await (await meter.open(unexpected)).reserve(600)

@@ -17,6 +17,7 @@ from kvhandoff.router import watched
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.security import Security, engine_tls, listener_tls
+from kvhandoff.router.worker import Worker
 from tests.router.callers import bearer, security
 from tests.router.certificates import CERT_A, CERT_B, ENCRYPTED_KEY_A, KEY_A, KEY_B
 from tests.router.conftest import NO_ACCOUNT
@@ -226,6 +227,20 @@ async def test_an_open_router_says_so(
     await (await serve(config)).close()
     said = [r.message for r in caplog.records if r.name == "kvhandoff.router.guard"]
     assert said == warned * [f"host {host} without --tenants: whoever reaches this port may use all of it"]
+
+
+async def test_of_several_workers_the_first_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvhandoff.router.guard")
+    for index in range(2):
+        config = RouterConfig(
+            decode=("http://127.0.0.1:1",),
+            cluster_key=CLUSTER_KEY,
+            host="0.0.0.0",
+            port=0,
+            worker=Worker(index, 2, tmp_path),
+        )
+        await (await serve(config)).close()
+        assert len([r for r in caplog.records if r.name == "kvhandoff.router.guard"]) == 1
 
 
 async def test_keys_in_the_clear_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,16 +88,27 @@ def test_keys_and_salts_are_long_and_never_the_same() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"name": "a b"}, "name: got 'a b', allowed is 1 to 64 letters"),
-        ({"name": ""}, "name: got ''"),
-        ({"keys": [KEY]}, "acme: keys: got a key itself, allowed is its hash"),
-        ({"keys": ["sha256:12"]}, "acme: keys: got a text of 9 characters, allowed is sha256: and 64 hex"),
-        ({"keys": "x"}, "Expected `array`, got `str` - at `$.tenants[0].keys`"),
-        ({"salt": "short"}, "acme: salt: got 5 characters, allowed is 16 or more"),
-        ({"role": "king"}, "Invalid enum value 'king' - at `$.tenants[0].role`"),
-        ({"max_concurrency": 0}, "Expected `int` >= 1 - at `$.tenants[0].max_concurrency`"),
-        ({"tokens_per_minute": 1.5}, "Expected `int | null`, got `float`"),
-        ({"token_per_minute": 5}, "unknown field `token_per_minute`"),
+        ({"name": "a b"}, "tenants[0].name: got 'a b', allowed is 1 to 64 letters"),
+        ({"name": ""}, "tenants[0].name: got ''"),
+        ({"name": KEY}, "tenants[0].name: got a key or a hash, allowed is 1 to 64 letters"),
+        ({"name": hash_of(KEY)}, "tenants[0].name: got a key or a hash, allowed is 1 to 64 letters"),
+        ({"keys": [KEY]}, "tenants[0].keys[0]: got a key itself, allowed is its hash"),
+        ({"keys": ["sha256:12"]}, "tenants[0].keys[0]: got a string of 9 characters, allowed is sha256: and"),
+        ({"keys": "x"}, "tenants[0].keys: got a string of 1 characters, allowed is an array"),
+        ({"keys": [5]}, "tenants[0].keys[0]: got a value of type int, allowed is a string"),
+        ({"keys": {KEY: SALT}}, "tenants[0].keys: got an object, allowed is an array"),
+        ({"salt": "short"}, "tenants[0].salt: got a string of 5 characters, allowed is 16 or more"),
+        ({"salt": 123456}, "tenants[0].salt: got a value of type int, allowed is a string"),
+        ({"role": "king"}, "tenants[0].role: got 'king', allowed is client or operator"),
+        ({"role": SALT}, f"tenants[0].role: got a string of {len(SALT)} characters, allowed is client or"),
+        ({"models": KEY}, "tenants[0].models: got a string of 47 characters, allowed is an array or null"),
+        ({"max_concurrency": 0}, "tenants[0].max_concurrency: got 0, allowed is a whole number, 1 or more"),
+        ({"tokens_per_minute": 1.5}, "tokens_per_minute: got 1.5, allowed is a whole number, 1 or more"),
+        (
+            {"token_per_minute": 5},
+            "tenants[0]: got the unknown field 'token_per_minute', allowed are name, keys",
+        ),
+        ({SALT: 5}, f"tenants[0]: got the unknown field a string of {len(SALT)} characters, allowed are"),
     ],
 )
 def test_bad_entries(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -107,6 +118,7 @@ def test_bad_entries(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     assert said in str(refused.value)
     assert str(file) in str(refused.value)
     assert KEY not in str(refused.value)
+    assert hash_of(KEY) not in str(refused.value)
     assert SALT not in str(refused.value)
 
 
@@ -120,9 +132,12 @@ def test_bad_files(tmp_path: Path) -> None:
         return str(refused.value)
 
     assert "can't be read (No such file or directory)" in refusal(None)
-    assert "Expected `object`" in refusal("")
-    assert "missing required field `tenants`" in refusal("{}")
-    assert "missing required field `salt`" in refusal("tenants: [{name: a, keys: []}]")
+    assert "the file: got null, allowed is an object" in refusal("")
+    assert "tenants: missing, it is required" in refusal("{}")
+    assert "tenants[0].salt: missing, it is required" in refusal("tenants: [{name: a, keys: []}]")
+    no_array = refusal(f"tenants: {{name: a, salt: {SALT}, keys: []}}")
+    assert "tenants: got an object, allowed is an array" in no_array
+    assert SALT not in no_array
     broken = refusal(f"tenants:\n - name: a\n   salt: {SALT}: {SALT}\n")
     assert "neither YAML nor JSON at line 3" in broken
     assert SALT not in broken

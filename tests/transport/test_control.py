@@ -267,7 +267,7 @@ async def test_forget_drops_the_queue() -> None:
     [
         ("127.0.0.1:5000", "got '127.0.0.1:5000', allowed is tcp://HOST:PORT"),
         ("tcp://127.0.0.1:65536", "allowed is tcp://HOST:PORT"),
-        ("tcp://192.0.2.1:0", "can't be bound"),
+        ("tcp://192.0.2.1:0", r"which can't be listened at \(Cannot assign requested address\)"),
     ],
 )
 async def test_addresses_that_cannot_be_bound(bind: str, words: str) -> None:
@@ -277,7 +277,9 @@ async def test_addresses_that_cannot_be_bound(bind: str, words: str) -> None:
 
 async def test_a_used_port_is_named() -> None:
     async with listening() as (_, address, _):
-        with pytest.raises(ConfigError, match=f"{address} can't be bound: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=f"got '{address}', which can't be listened at .Address already in use"
+        ):
             await ControlPlane(KEY, Inbox(), address).start()
 
 

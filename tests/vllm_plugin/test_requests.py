@@ -1,32 +1,10 @@
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
 import pytest
 
-from kvhandoff.vllm import requests as module
 from kvhandoff.vllm.leg import VllmKVRequest
 from kvhandoff.vllm.requests import IN_PLACE, TABLE, LoadAction, LoadEvent, LoadState, Tracked
 from tests.vllm_plugin.fake_vllm import BLOCK, FakeRequest
-
-
-def documented() -> Iterator[tuple[LoadState, LoadEvent, LoadAction, LoadState]]:
-    """The rows of the module's docstring."""
-    for line in (module.__doc__ or "").splitlines():
-        row = re.match(r"    ([A-Z]+) +([a-z]+) +(-|[A-Z_]+) +([A-Z]+)\b", line)
-        if row:
-            action = LoadAction.NONE if row[3] == "-" else LoadAction[row[3]]
-            yield LoadState[row[1]], LoadEvent(row[2]), action, LoadState[row[4]]
-
-
-def test_the_table_is_the_documented_one() -> None:
-    rows = list(documented())
-    plain = {(state, event): (action, after) for state, event, action, after in rows[: len(TABLE)]}
-    assert plain == dict(TABLE)
-    assert [(state, event) for state, event, *_ in rows[len(TABLE) :]] == list(IN_PLACE)
-    assert [(action, after) for *_, action, after in rows[len(TABLE) :]] == list(IN_PLACE.values())
-
 
 REPORTS = {
     LoadAction.REPORT_LOADED,

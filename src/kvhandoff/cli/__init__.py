@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvhandoff import __version__
 from kvhandoff.cli import doctor, engine, router, router_key, up, vllm_engine
+from kvhandoff.cli.command import Command
 from kvhandoff.core.errors import ConfigError
 
 app = typer.Typer(
@@ -23,12 +24,14 @@ app = typer.Typer(
 )
 _WITH_VLLM_ARGUMENTS = {"allow_extra_args": True}
 """What follows `--` is for vLLM."""
-app.command("up", context_settings=_WITH_VLLM_ARGUMENTS)(up.up)
-app.command("engine")(engine.engine)
-app.command("router")(router.router)
-app.command("router-key")(router_key.router_key)
-app.command("doctor")(doctor.doctor)
-app.command("vllm-engine", hidden=True, context_settings=_WITH_VLLM_ARGUMENTS)(vllm_engine.vllm_engine)
+app.command("up", cls=Command, context_settings=_WITH_VLLM_ARGUMENTS)(up.up)
+app.command("engine", cls=Command)(engine.engine)
+app.command("router", cls=Command)(router.router)
+app.command("router-key", cls=Command)(router_key.router_key)
+app.command("doctor", cls=Command)(doctor.doctor)
+app.command("vllm-engine", cls=Command, hidden=True, context_settings=_WITH_VLLM_ARGUMENTS)(
+    vllm_engine.vllm_engine
+)
 
 
 @app.callback(invoke_without_command=True)

@@ -17,6 +17,7 @@ from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.engine import describe
 from kvhandoff.router.side import NoReport, SidePages
+from kvhandoff.router.stranger import ROUTER, who_answers
 
 TIMEOUT_S = 5.0
 """For each question; an engine that takes longer serves nobody well."""
@@ -57,9 +58,23 @@ async def examine(address: EngineAddress, key: bytes | None) -> Finding:
             finding.problems.append(f"no answer in {TIMEOUT_S:g} s")
         except msgspec.DecodeError as error:
             finding.problems.append(f"its answer can't be read, its version may be another: {error}")
-        except (NoReport, aiohttp.ClientError, OSError) as error:
+        except NoReport as error:
+            finding.problems.append(await _instead(address.url, session, error))
+        except (aiohttp.ClientError, OSError) as error:
             finding.problems.append(describe(error))
     return finding
+
+
+async def _instead(url: str, session: aiohttp.ClientSession, error: NoReport) -> str:
+    """What is wrong with a server that answers, but not as an engine."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            found = await who_answers(url, session)
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        return describe(error)
+    if found == ROUTER:
+        return f"{found} answers here, allowed is an engine: name those that it was given"
+    return f"{found} answers here, which is no engine of kvhandoff as far as it says: {describe(error)}"
 
 
 def disagreements(findings: Sequence[Finding]) -> Iterator[str]:
@@ -72,6 +87,17 @@ def disagreements(findings: Sequence[Finding]) -> Iterator[str]:
             here, there = first.facts[name], other.facts.get(name, "nothing")
             if here != there:
                 yield f"{name}: {here} at {first.address.url}, {there} at {other.address.url}"
+
+
+def same_engines(findings: Sequence[Finding]) -> Iterator[str]:
+    """Engines that were named by several addresses; a router would take each for another one."""
+    found: dict[tuple[str, str], str] = {}
+    for finding in findings:
+        if finding.facts:
+            life = finding.facts["engine"], finding.facts["epoch"]
+            first = found.setdefault(life, finding.address.url)
+            if first != finding.address.url:
+                yield f"{first} and {finding.address.url} are one engine, {life[0]}"
 
 
 def _facts(state: EngineState) -> dict[str, str]:

@@ -24,6 +24,10 @@ ClusterKeyFile = typer.Option(
 )
 
 
+MOST_SECONDS = 10**10
+MOST_GIB = 2**20
+"""Of any option; larger ones, `inf` among them, are mistakes."""
+
 Lifeline = typer.Option(False, "--lifeline", hidden=True, help="End when standard input closes.")
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, ClusterKeyFile, cluster_key
+from kvhandoff.core.errors import ConfigError
 
 
 def doctor(
@@ -24,10 +25,14 @@ def doctor(
 
     Without a cluster key, whether the engines have the router's is not checked.
     """
-    from kvhandoff.cli.checkup import Finding, disagreements, examine
+    from kvhandoff.cli.checkup import Finding, disagreements, examine, same_engines
     from kvhandoff.router.address import parse_address
 
     addresses = [parse_address("engine", text) for text in engine]
+    urls = [address.url for address in addresses]
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if twice:
+        raise ConfigError(f"engine: got {', '.join(twice)} more than once, allowed is once")
     given = cluster_key_file is not None or os.environ.get(CLUSTER_KEY_ENV)
     key = cluster_key(cluster_key_file) if given else None
 
@@ -45,11 +50,12 @@ def doctor(
             console.print(table)
         for problem in finding.problems:
             console.print(f"  [bold red]wrong:[/] {escape(problem)}")
-    differing = list(disagreements(findings))
-    for difference in differing:
-        console.print(f"[bold red]wrong:[/] they refuse each other: {escape(difference)}")
+    between = [f"they refuse each other: {difference}" for difference in disagreements(findings)]
+    between += same_engines(findings)
+    for problem in between:
+        console.print(f"[bold red]wrong:[/] {escape(problem)}")
     if key is None:
         console.print(f"The cluster key was not checked: set ${CLUSTER_KEY_ENV} or --cluster-key-file.")
-    if differing or any(finding.problems for finding in findings):
+    if between or any(finding.problems for finding in findings):
         raise typer.Exit(1)
     console.print("Nothing is wrong.")

@@ -12,6 +12,8 @@ import msgspec
 import typer
 
 from kvhandoff.cli.common import (
+    MOST_GIB,
+    MOST_SECONDS,
     ClusterKeyFile,
     Lifeline,
     check_port,
@@ -77,19 +79,29 @@ def engine(
     exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
     device: str = typer.Option("cpu", help="cpu, or cuda (untested)."),
     block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
-    kv_memory: float | None = typer.Option(None, min=0.001, help="GiB of KV; default 1."),
+    kv_memory: float | None = typer.Option(None, min=0.001, max=MOST_GIB, help="GiB of KV; default 1."),
     kv_blocks: int | None = typer.Option(None, min=1, help="KV blocks, instead of --kv-memory."),
     max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
     max_step_tokens: int = typer.Option(512, min=1, help="Tokens in a step: the prefill chunk."),
     prefix_cache: bool = typer.Option(True, help="Reuse the KV of prompts with the same beginning."),
     threads: int | None = typer.Option(None, min=1, help="Threads of the model; default: torch's."),
-    offer_lease: float = typer.Option(HandoffSettings().offer_lease_s, min=0.1, help="Seconds."),
-    claim_lease: float = typer.Option(HandoffSettings().claim_lease_s, min=0.1, help="Seconds."),
+    offer_lease: float = typer.Option(
+        HandoffSettings().offer_lease_s, min=0.1, max=MOST_SECONDS, help="Seconds."
+    ),
+    claim_lease: float = typer.Option(
+        HandoffSettings().claim_lease_s, min=0.1, max=MOST_SECONDS, help="Seconds."
+    ),
     retain_lease: float = typer.Option(
-        HandoffSettings().retain_lease_s, min=0.1, help="Seconds that a turn is kept after its last use."
+        HandoffSettings().retain_lease_s,
+        min=0.1,
+        max=MOST_SECONDS,
+        help="Seconds that a turn is kept after its last use.",
     ),
     retain_time: float = typer.Option(
-        HandoffSettings().retain_fixed_s, min=0.1, help="Seconds that a turn is kept with `--retain fixed`."
+        HandoffSettings().retain_fixed_s,
+        min=0.1,
+        max=MOST_SECONDS,
+        help="Seconds that a turn is kept with `--retain fixed`.",
     ),
     min_return_tokens: int = typer.Option(
         MIN_RETURN_TOKENS, min=1, help="With fewer to gain, a history is computed, not read."
@@ -103,13 +115,21 @@ def engine(
     lifeline: bool = Lifeline,
 ) -> None:
     """Run one embedded engine. When it serves, it prints one line of JSON with its addresses."""
-    from kvhandoff.embedded.process import EngineConfig, Started, prepare, run_engine
+    from kvhandoff.embedded.process import EngineConfig, Started, choose_transport, prepare, run_engine
+    from kvhandoff.engine.register import check_registration
+    from kvhandoff.transport.control import check_control
 
     if kv_memory is not None and kv_blocks is not None:
         raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
     name = engine_id or f"{role}-{socket.gethostname()}-{port or secrets.token_hex(3)}"
     set_up_logging(log_level, log_format, name)
+    # All that can be known to be wrong before a model is looked for, which may mean to fetch it.
     check_port(host, port)
+    check_control("control", control)
+    check_registration(register, role, register_url, host)
+    choose_transport(transport.value)
+    key = cluster_key(cluster_key_file)
+    spans_to = traces_endpoint(traces)
     prepare(exact=exact, threads=threads)
 
     from kvhandoff.embedded.models import resolve_model
@@ -120,7 +140,7 @@ def engine(
         model_name=model_name or model,
         role=role.value,
         engine_id=name,
-        cluster_key=cluster_key(cluster_key_file),
+        cluster_key=key,
         host=host,
         port=port,
         control=control,
@@ -144,7 +164,7 @@ def engine(
         min_return_tokens=min_return_tokens,
         register=tuple(register),
         register_url=register_url,
-        traces=traces_endpoint(traces),
+        traces=spans_to,
     )
 
     def announce(started: Started) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 from kvhandoff.cli.common import (
+    MOST_SECONDS,
     ClusterKeyFile,
     Lifeline,
     cluster_key,
@@ -168,6 +169,7 @@ IndexTTL = typer.Option(
     HandoffSettings().retain_lease_s,
     "--index-ttl",
     min=0.1,
+    max=MOST_SECONDS,
     help="Seconds that a shared index keeps a turn after its last use: the engines' --retain-lease.",
 )
 Workers = typer.Option(

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
-from kvhandoff.cli.common import CLUSTER_KEY_ENV, check_port, stop_event
+from kvhandoff.cli.common import CLUSTER_KEY_ENV, MOST_GIB, check_port, stop_event
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
 from kvhandoff.cli.logs import Format, Level, LogFormat, set_up_logging
 from kvhandoff.cli.router import (
@@ -61,7 +61,7 @@ def up(
     tenants: Path | None = Tenants,
     dtype: Dtype = DtypeOption,
     exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
-    kv_memory: float = typer.Option(1.0, min=0.001, help="GiB of KV for each engine."),
+    kv_memory: float = typer.Option(1.0, min=0.001, max=MOST_GIB, help="GiB of KV for each engine."),
     block_size: int = typer.Option(16, min=1, help="Tokens in a KV block."),
     max_num_seqs: int = typer.Option(16, min=1, help="Sequences in a step."),
     prefix_cache: bool = typer.Option(True, help="Reuse the KV of prompts with the same beginning."),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 import typer
 
-from kvhandoff.cli.common import Lifeline, check_port, stop_event
+from kvhandoff.cli.common import MOST_SECONDS, Lifeline, check_port, stop_event
 from kvhandoff.cli.engine import Role
 from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
 from kvhandoff.core.errors import ConfigError, KVHandoffError
@@ -93,7 +93,9 @@ def vllm_engine(
     port: int = typer.Option(0, min=0, max=65535),
     internal_port: int = typer.Option(..., min=1, max=65535),
     vllm_command: str = typer.Option("vllm"),
-    start_timeout: float = typer.Option(900.0, min=1.0, help="Seconds until it must serve."),
+    start_timeout: float = typer.Option(
+        900.0, min=1.0, max=MOST_SECONDS, help="Seconds until it must serve."
+    ),
     log_level: Level = LogLevel,
     log_format: Format = LogFormat,
     lifeline: bool = Lifeline,

@@ -6,9 +6,32 @@ from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any
 
-_short = Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 80
-_short.maxlist = _short.maxdict = 4
+_MOST_SHOWN = 200
+"""Characters of a value in a message."""
+
+
+class _Excerpt(Repr):
+    """Of what came as JSON or YAML: with their words, not Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxlist = self.maxdict = self.maxlevel = 4
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802  the type's name
+        return "null"
+
+
+_excerpt = _Excerpt()
+
+
+def excerpt(value: object) -> str:
+    """A value as a message shows it: short, however large, deep or long it is."""
+    text = _excerpt.repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
 
 
 class KVHandoffError(Exception):
@@ -51,7 +74,7 @@ class RequestError(KVHandoffError):
 
 def invalid(field: str, value: object, allowed: str, *, code: str | None = None) -> RequestError:
     """A 400 that names the field, the value and what is allowed."""
-    return RequestError(f"{field}: got {_short.repr(value)}, allowed is {allowed}", param=field, code=code)
+    return RequestError(f"{field}: got {excerpt(value)}, allowed is {allowed}", param=field, code=code)
 
 
 def unavailable(message: str, *, code: str) -> RequestError:

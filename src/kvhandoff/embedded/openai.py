@@ -6,13 +6,13 @@ are refused, unless their value has no effect.
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvhandoff.core.errors import RequestError, invalid
+from kvhandoff.core.errors import RequestError, excerpt, invalid
+from kvhandoff.core.fields import misfit
 from kvhandoff.embedded.chat import Message
 from kvhandoff.web import decode_json
 
@@ -236,7 +236,9 @@ class ChatBody(Body, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", self.top_logprobs, "null or 0 unless logprobs is true")
         if self.tools and self.tool_choice != "none":
-            raise invalid("tools", "tools", "no tools, or tool_choice 'none': tool calls are not supported")
+            raise invalid(
+                "tools", self.tools, "no tools, or tool_choice 'none': tool calls are not supported"
+            )
         if self.tool_choice not in (None, "none", "auto"):
             raise invalid("tool_choice", self.tool_choice, "'none': tool calls are not supported")
         if self.continue_final_message and self.add_generation_prompt:
@@ -294,7 +296,8 @@ def parse(raw: bytes, kind: type[SomeBody], *, model_vocab: int) -> SomeBody:
     try:
         body = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(kind, fields, str(error)) from error
+        wrong = misfit(error, fields, kind)
+        raise RequestError(wrong.message("body", excerpt), param=wrong.field or "body") from error
     body.check(model_vocab)
     return body
 
@@ -303,37 +306,5 @@ def _refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[object, .
     for name, neutral in table.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
-            shown = " or ".join(["null", *(repr(each) for each in neutral)])
+            shown = " or ".join(["null", *map(excerpt, neutral)])
             raise invalid(name, value, f"{shown}: this engine does not support it")
-
-
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
-
-
-def _invalid_field(kind: type[AnyBody], fields: dict[str, Any], message: str) -> RequestError:
-    """msgspec's `Expected X, got Y - at $.path` as an error that names path, value and what is allowed."""
-    match = _WHERE.match(message)
-    if match is None:
-        raise AssertionError(message)
-    what, path = match["what"].replace("`", ""), match["path"] or ""
-    if missing := re.search(r"missing required field (\w+)", what):
-        field = f"{path}.{missing[1]}" if path else missing[1]
-        return RequestError(f"{field}: missing, it is required", param=field)
-    value: Any = fields
-    steps = _STEP.findall(path)
-    for name, index in steps:
-        value = value[int(index)] if index else value.get(name)
-    allowed = _range_in_words(kind, steps[0][0]) if len(steps) == 1 else None
-    allowed = allowed or re.sub(r", got .*", "", what.removeprefix("Expected "))
-    return invalid(path or "body", value, allowed)
-
-
-def _range_in_words(kind: type[AnyBody], name: str) -> str | None:
-    """The description of the type of this field, if it has one."""
-    annotation = get_type_hints(kind, include_extras=True)[name]
-    for part in (annotation, *get_args(annotation)):
-        for meta in getattr(part, "__metadata__", ()):
-            if isinstance(meta, Meta) and meta.description:
-                return meta.description
-    return None

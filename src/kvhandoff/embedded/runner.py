@@ -25,6 +25,7 @@ from kvhandoff.embedded.linear import pack_linear_layers
 from kvhandoff.engine.fingerprint import model_fingerprint
 from kvhandoff.transport.api import HeadRange, HostRegion, MemoryKind
 from kvhandoff.transport.pieces import side_by_side
+from kvhandoff.transport.region import checked_size
 
 LAYOUT_ORDER = "block,layer,token,2,head,dim"
 DEFAULT_KV_BYTES = 1 << 30
@@ -141,6 +142,8 @@ def load_runner(
     torch_dtype = _resolve_dtype(dtype, config, exact=exact)
     layout = _layout(config, torch_dtype, block_size)
     blocks = _num_blocks(layout, num_blocks, kv_bytes)
+    if target.type == "cpu":
+        checked_size(blocks, layout.block_bytes)  # before the weights are read, which takes long
 
     model = _load_model(model_dir, torch_dtype).to(target)
     probe = selfcheck.Probe.of(model)

@@ -144,7 +144,7 @@ class _Front:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model_name:
             raise RequestError(
-                f"The model `{name}` does not exist; allowed is `{self._model_name}`",
+                f"The model `{name[:80]}` does not exist; allowed is `{self._model_name}`",
                 status=404,
                 param="model",
                 code="model_not_found",

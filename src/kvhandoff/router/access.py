@@ -160,8 +160,10 @@ class Access:
         """A tenant's use goes on under its new limits; one that is gone is forgotten."""
         before, self._meters, callers = self._meters, {}, {}
         for tenant in tenants:
-            limits = Limits(tenant.max_concurrency, tenant.tokens_per_minute).shared_by(self._share)
-            meter = before.get(tenant.name) or Meter(tenant.name, limits, self._clock, self._shared)
+            limits = Limits(tenant.max_concurrency, tenant.tokens_per_minute)
+            meter = before.get(tenant.name) or Meter(
+                tenant.name, limits, self._clock, self._shared, processes=self._share
+            )
             meter.limits = limits
             self._meters[tenant.name] = meter
             callers[tenant.name] = Caller(tenant, meter)

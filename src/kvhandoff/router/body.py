@@ -9,6 +9,7 @@ import msgspec
 from kvhandoff.core.errors import RequestError, invalid
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
+from kvhandoff.web import json_fault
 
 Fields = dict[str, msgspec.Raw]
 """The top level of a body: each field's JSON, unread."""
@@ -22,7 +23,8 @@ def parse_body(raw: bytes) -> Fields:
     try:
         return _body.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"body: it must be a JSON object ({error})", param="body") from error
+        why = f"body: it must be a JSON object ({json_fault(raw, error)})"
+        raise RequestError(why, param="body") from error
 
 
 def read_model(fields: Fields, allowed: str) -> str:

@@ -55,7 +55,7 @@ async def serve_guarded(
     tls = listener_tls(security)
     if tls is not None:
         site.lifespans.append(watching(tls))
-    if not is_loopback(host):
+    if not is_loopback(host) and worker.index == 0:  # of several workers, the first says it for all
         if security.tenants is None:
             log.warning("host %s without --tenants: whoever reaches this port may use all of it", host)
         elif tls is None:

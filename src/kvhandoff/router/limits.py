@@ -144,17 +144,32 @@ def open_limits(index: str, key: bytes, *, deadline_s: float, connect_s: float) 
 class Meter:
     """One tenant's use, over changes of its limits. Used on the event loop's thread only."""
 
-    def __init__(self, name: str, limits: Limits, clock: Clock, shared: SharedCounts | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        limits: Limits,
+        clock: Clock,
+        shared: SharedCounts | None = None,
+        *,
+        processes: int = 1,
+    ) -> None:
+        """`processes`: how many share the limits without counting together; each admits its part of them."""
         self.name = name
         self.limits = limits
+        """As the tenant's; what is applied here is its part."""
         self.usage = Usage(at=clock())
         self._clock = clock
         self._shared = shared
+        self._processes = processes
+
+    @property
+    def _part(self) -> Limits:
+        return self.limits.shared_by(self._processes)
 
     async def open(self, on_reason: Callable[[Reason], None]) -> Charge:
         """One more request; `on_reason` hears why the other routers' requests don't count. Raises
         RequestError (429)."""
-        usage = begin(self.limits, self.usage)
+        usage = begin(self._part, self.usage)
         if isinstance(usage, Excess):
             raise self._too_many(usage)
         self.usage = usage
@@ -173,7 +188,7 @@ class Meter:
 
     def reserve(self, bound: int) -> int:
         """How many tokens are set aside here. Raises RequestError (429)."""
-        reserved = reserve(self.limits, self.usage, bound, self._clock())
+        reserved = reserve(self._part, self.usage, bound, self._clock())
         if isinstance(reserved, Excess):
             raise self._too_much(reserved, bound)
         self.usage = reserved.usage
@@ -201,7 +216,7 @@ class Meter:
 
     def settle(self, own: int, everywhere: int, used: int) -> None:
         """What was used of the tokens set aside here, and everywhere."""
-        self.usage = settle(self.limits, self.usage, own, used, self._clock())
+        self.usage = settle(self._part, self.usage, own, used, self._clock())
         room = self.limits.tokens_per_minute
         if self._shared is not None and room is not None and used != everywhere:
             self._shared.settle(self.name, used - everywhere, room)
@@ -214,9 +229,11 @@ class Meter:
 
     def _refusal(self, excess: Excess, got: str) -> RequestError:
         seconds = max(1, ceil(excess.retry_after_s))
+        allowed = str(getattr(self.limits, excess.limit))
+        if self._processes > 1:
+            allowed += f", {getattr(self._part, excess.limit)} of it at each of {self._processes} workers"
         return RequestError(
-            f"{excess.limit}: got {got}, allowed for {self.name} is {getattr(self.limits, excess.limit)}; "
-            f"try again in {seconds} s",
+            f"{excess.limit}: got {got}, allowed for {self.name} is {allowed}; try again in {seconds} s",
             status=429,
             code="rate_limit_exceeded",
             kind="rate_limit_error",

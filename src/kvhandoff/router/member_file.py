@@ -11,7 +11,6 @@ decode:
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.engine import Role
 from kvhandoff.router.members import Member
 from kvhandoff.router.watched import Watched
+from kvhandoff.router.yaml_file import read_yaml
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,14 +40,7 @@ class _Fleet(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_members(raw: bytes) -> tuple[Member, ...]:
     """The members in a file's content. Raises ConfigError naming the field."""
-    try:
-        fleet = msgspec.yaml.decode(raw, type=_Fleet)
-    except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at ")
-        where = re.sub(r"^\$\.?", "", path.strip("`")) or "the file"
-        raise ConfigError(f"{where}: {what[:1].lower()}{what[1:]}") from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+    fleet = read_yaml(raw, _Fleet)
     return (
         *_members("prefill", fleet.prefill, set()),
         *_members("decode", fleet.decode, _urls(fleet.prefill)),

@@ -17,6 +17,7 @@ from kvhandoff.router.access import CLIENTS, OPEN
 from kvhandoff.router.openapi_pages import COMPONENTS, OPERATIONS, TYPES, Operation, Page, Schema, ref
 
 PATH: Final = "/openapi.json"
+TITLE: Final = "kvhandoff router"
 
 
 def with_description(routes: Iterable[wire.RouteDef], *, keys: bool) -> list[wire.RouteDef]:
@@ -45,7 +46,7 @@ def document(pages: Iterable[Page], *, keys: bool) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "kvhandoff router",
+            "title": TITLE,
             "version": kvhandoff.__version__,
             "description": "OpenAI's API in front of prefill and decode engines.",
         },

@@ -47,7 +47,8 @@ async def read_request(
     summary = summarize(fields, draft.endpoint)
     every = models()
     if not every:
-        raise unavailable("no decode engine has answered yet", code=Reason.NO_DECODE_ENGINE)
+        why = "no decode engine has answered as one yet; GET /ready tells operators what is wrong with each"
+        raise unavailable(why, code=Reason.NO_DECODE_ENGINE)
     served, model = caller.models(every), summary.model
     if model not in served:
         model = read_model(fields, ", ".join(sorted(served)))

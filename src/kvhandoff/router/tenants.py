@@ -32,6 +32,7 @@ import msgspec
 
 from kvhandoff.core.errors import ConfigError, RequestError
 from kvhandoff.router.body import Fields
+from kvhandoff.router.yaml_file import SECRET_CHARACTERS, read_yaml
 
 Role = Literal["client", "operator"]
 OpenPage = Literal["ready", "metrics"]
@@ -42,8 +43,9 @@ _HASH_PREFIX = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SALT_BYTES = 16
+"""Random ones of a new salt; twice as many characters."""
 
-_Limit = Annotated[int, msgspec.Meta(ge=1)]
+_Limit = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,20 +80,18 @@ class Tenants:
     """A checked file, for look-ups."""
 
     def __init__(self, file: TenantsFile) -> None:
-        """Raises ConfigError naming the tenant and the field. No message holds a key, a hash or a salt."""
+        """Raises ConfigError naming the field. No message holds a key, a hash or a salt."""
         self.open_pages = frozenset(file.open_pages)
         self.by_name: Mapping[str, Tenant] = {tenant.name: tenant for tenant in file.tenants}
         self._by_hash: dict[bytes, tuple[bytes, Tenant]] = {}
         for tenant, digest in _checked(file.tenants):
             _, other = self._by_hash.setdefault(digest, (digest, tenant))
             if other is not tenant:
-                raise ConfigError(
-                    f"tenants: {tenant.name} and {other.name} have the same key, allowed is one of them"
-                )
+                raise ConfigError(f"{tenant.name} and {other.name} have the same key, allowed is one of them")
         if len(self.by_name) < len(file.tenants):
             names = [tenant.name for tenant in file.tenants]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(f"tenants: got {', '.join(twice)} more than once, allowed is once")
+            raise ConfigError(f"got {', '.join(twice)} more than once, allowed is once")
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self.by_name.values())
@@ -107,16 +107,9 @@ class Tenants:
 def read_tenants(path: Path, raw: bytes) -> Tenants:
     """From what is in the file at `path`. Raises ConfigError naming it and what in it is wrong."""
     try:
-        return Tenants(msgspec.yaml.decode(raw, type=TenantsFile))
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"tenants: {path}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # The parser's own message may show the line, and with it a salt.
-        mark = getattr(error.__context__, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"tenants: {path}: it is neither YAML nor JSON{where}") from error
+        return Tenants(read_yaml(raw, TenantsFile, secret=("keys", "salt")))
     except ConfigError as error:
-        raise ConfigError(f"{error} (in {path})") from error
+        raise ConfigError(f"tenants: {path}: {error}") from error
 
 
 def new_key() -> str:
@@ -134,10 +127,13 @@ def new_salt() -> str:
     return secrets.token_hex(_SALT_BYTES)
 
 
-def check_name(name: str) -> None:
-    """Raises ConfigError."""
+def check_name(name: str, where: str = "name") -> None:
+    """Raises ConfigError; `where`: the field, for its message."""
+    allowed = "allowed is 1 to 64 letters, digits, '.', '_' and '-'"
+    if name.startswith((KEY_PREFIX, _HASH_PREFIX)):
+        raise ConfigError(f"{where}: got a key or a hash, {allowed}, and neither of them: names are shown")
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: got {name[:80]!r}, allowed is 1 to 64 letters, digits, '.', '_' and '-'")
+        raise ConfigError(f"{where}: got {name[:80]!r}, {allowed}")
 
 
 def salted(fields: Fields, tenant: Tenant) -> Fields:
@@ -174,22 +170,24 @@ def _usual_salt(name: str, salt: str) -> msgspec.Raw:
 
 def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[Tenant, bytes]]:
     """Each tenant with each of its keys' hashes."""
-    for tenant in tenants:
-        check_name(tenant.name)
-        if len(tenant.salt) < _SALT_BYTES:
+    for number, tenant in enumerate(tenants):
+        where = f"tenants[{number}]"
+        check_name(tenant.name, f"{where}.name")
+        if len(tenant.salt) < SECRET_CHARACTERS:
             raise ConfigError(
-                f"tenants: {tenant.name}: salt: got {len(tenant.salt)} characters, "
-                f"allowed is {_SALT_BYTES} or more"
+                f"{where}.salt: got a string of {len(tenant.salt)} characters, allowed is "
+                f"{SECRET_CHARACTERS} or more"
             )
-        for key in tenant.keys:
+        for index, key in enumerate(tenant.keys):
+            field = f"{where}.keys[{index}]"
             if key.startswith(KEY_PREFIX):
                 raise ConfigError(
-                    f"tenants: {tenant.name}: keys: got a key itself, allowed is its hash: make a new key, "
-                    "this one has been written down"
+                    f"{field}: got a key itself, allowed is its hash: make a new key, this one has been "
+                    "written down"
                 )
             if not _HASH.fullmatch(key):
                 raise ConfigError(
-                    f"tenants: {tenant.name}: keys: got a text of {len(key)} characters, allowed is "
-                    f"{_HASH_PREFIX} and 64 hex digits, as `kvhandoff router-key` prints"
+                    f"{field}: got a string of {len(key)} characters, allowed is {_HASH_PREFIX} and 64 hex "
+                    "digits, as `kvhandoff router-key` prints"
                 )
             yield tenant, bytes.fromhex(key.removeprefix(_HASH_PREFIX))

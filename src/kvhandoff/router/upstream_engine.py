@@ -20,6 +20,7 @@ from kvhandoff.router.breaker import Circuit
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.engine import MISSED_POLLS, Role, describe, refuses_connection
 from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView
+from kvhandoff.router.stranger import server_named
 from kvhandoff.router.upstream_config import UpstreamAddress, UpstreamConfig, UpstreamConnector
 from kvhandoff.router.upstream_probe import ConnectorCheck
 
@@ -39,7 +40,11 @@ _models = msgspec.json.Decoder(_Models)
 
 
 class _NotServing(Exception):
-    """The engine answers, but not with a 200."""
+    """Something answers, but not with a 200."""
+
+
+class _NoModels(Exception):
+    """Something answers, but not with a list of models."""
 
 
 class UpstreamEngine:
@@ -119,14 +124,16 @@ class UpstreamEngine:
         try:
             async with asyncio.timeout(self._poll_s):
                 await self._get("/health")
-                served = _models.decode(await self._get("/v1/models"))
+                served = await self._served()
             model = served.data[0].id if served.data else ""
             problem = await self._check.problem(model) if self._check else None
         except _NotServing as error:
             self.down(str(error))
         except TimeoutError:
             self._miss(f"no answer in {self._poll_s} s")
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _NoModels as error:
+            self._miss(str(error))
+        except (aiohttp.ClientError, OSError) as error:
             if refuses_connection(error):
                 self.down(describe(error))
             else:
@@ -136,12 +143,22 @@ class UpstreamEngine:
             self._missed = 0
             self._set_problem(problem)
 
-    async def _get(self, path: str) -> bytes:
+    async def _served(self) -> _Models:
+        body, who = await self._get("/v1/models")
+        try:
+            return _models.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _NoModels(f"{who} answers /v1/models with no list of models ({error})") from error
+
+    async def _get(self, path: str) -> tuple[bytes, str]:
+        """The body of a 200, and whose it is."""
         async with self._session.get(self.url + path, allow_redirects=False) as answer:
-            body = await answer.read()
-            if answer.status != 200:
-                raise _NotServing(f"{path} is answered with status {answer.status}")
-            return body
+            body, who = await answer.read(), server_named(answer.headers)
+        if answer.status != 200:
+            raise _NotServing(
+                f"{who} answers {path} with status {answer.status}, a vLLM engine that serves with 200"
+            )
+        return body, who
 
     def _miss(self, why: str) -> None:
         self._missed += 1

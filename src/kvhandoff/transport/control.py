@@ -128,12 +128,11 @@ class ControlPlane:
         inbox.rcvhwm = self._queue_bound
         monitor = self._monitor(inbox, _FAILED_HANDSHAKES)
         try:
-            if _host_of(self._bind, lowest_port=0) is None:
-                raise ConfigError(f"control address: got {self._bind!r}, allowed is tcp://HOST:PORT")
+            _listening_host("control", self._bind)
             inbox.bind(self._bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"control address: {self._bind} can't be bound: {error}") from error
+            raise _cannot_bind("control", self._bind, error) from error
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -296,6 +295,32 @@ def _host_of(address: str, lowest_port: int) -> str | None:
     """The host in `tcp://host:port`, an IPv6 one with its brackets; None if it is nothing of that form."""
     parts = _ADDRESS.fullmatch(address)
     return parts[1] if parts is not None and lowest_port <= int(parts[2]) <= 65535 else None
+
+
+def check_control(name: str, address: str) -> None:
+    """Find an address that can't be listened at before a model is loaded, not after. Raises ConfigError;
+    `name`: the setting, for its message."""
+    host = _listening_host(name, address)
+    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+        probe.ipv6 = host.startswith("[")
+        try:
+            probe.bind(address)
+        except zmq.ZMQError as error:
+            raise _cannot_bind(name, address, error) from error
+
+
+def _listening_host(name: str, address: str) -> str:
+    host = _host_of(address, lowest_port=0)
+    if host is None:
+        raise ConfigError(f"{name}: got {address!r}, allowed is tcp://HOST:PORT; port 0 takes a free one")
+    return host
+
+
+def _cannot_bind(name: str, address: str, error: zmq.ZMQError) -> ConfigError:
+    return ConfigError(
+        f"{name}: got {address!r}, which can't be listened at ({zmq.strerror(error.errno or 0)}), allowed is "
+        "tcp://HOST:PORT with an address of this machine and a free port"
+    )
 
 
 def _close(socket: Any, monitor: Any) -> None:

@@ -99,7 +99,7 @@ class SharedRegion(_Blocks):
     @classmethod
     def allocate(cls, num_blocks: int, block_bytes: int) -> SharedRegion:
         """A zeroed region. Raises ConfigError when it can't be had."""
-        size = _checked_size(num_blocks, block_bytes)
+        size = checked_size(num_blocks, block_bytes)
         name = f"kvhandoff-{secrets.token_hex(16)}"
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -123,7 +123,7 @@ class PrivateRegion(_Blocks):
     @classmethod
     def allocate(cls, num_blocks: int, block_bytes: int) -> PrivateRegion:
         """A zeroed region that starts on a huge page. Raises ConfigError when it can't be had."""
-        size = _checked_size(num_blocks, block_bytes)
+        size = checked_size(num_blocks, block_bytes)
         padded = -(-size // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
         try:
             memory = mmap.mmap(-1, padded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -169,7 +169,7 @@ class ForeignRegion:
         return sum(piece.size for piece in self.pieces)
 
 
-def _checked_size(num_blocks: int, block_bytes: int) -> int:
+def checked_size(num_blocks: int, block_bytes: int) -> int:
     """Bytes of the region, after a check that it makes sense and fits: touching more than there is would
     have the kernel kill some process instead of telling anybody."""
     for field, value in (("num_blocks", num_blocks), ("block_bytes", block_bytes)):

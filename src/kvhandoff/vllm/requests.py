@@ -1,38 +1,6 @@
-"""What each request's load stands at with vLLM: the one place that decides what vLLM is told of it.
+"""What each request's load stands at with vLLM: `TABLE`, the one place that decides what vLLM is told of it.
 
-    state       event      action         next        why
-    ----------  ---------  -------------  ----------  --------------------------------------------------------
-    PLAIN       ran        -              PLAIN       nothing is loaded
-    PLAIN       loaded     -              PLAIN       (late)
-    PLAIN       missed     -              PLAIN       (late)
-    PLAIN       finished   -              ENDED
-    WANTED      allocated  LEND           ALLOCATED   vLLM waits for its blocks to be filled
-    WANTED      ran        SKIP           PLAIN       the prefix cache holds enough, or the prompt is computed
-                                                      anyway
-    WANTED      missed     -              MISSED      before there were blocks: it is not asked for any more
-    WANTED      finished   -              ENDED
-    MISSED      allocated  LEND           ALLOCATED   the miss came between the match and the allocation; the
-                                                      handoff side repeats it
-    MISSED      ran        -              PLAIN
-    MISSED      missed     -              MISSED      (repeated)
-    MISSED      finished   -              ENDED
-    ALLOCATED   loaded     REPORT_LOADED  REPORTED
-    ALLOCATED   missed     REPORT_FAILED  REPORTED    vLLM gives it other blocks
-    ALLOCATED   finished   ABANDON        ENDED       vLLM keeps the blocks until the report
-    FENCING     fenced     REPORT_FAILED  REPORTED
-    FENCING     missed     -              FENCING     (repeated)
-    FENCING     finished   REPORT_ENDED   ENDED
-    REPORTED    ran        RESUME         PLAIN
-    REPORTED    loaded     -              REPORTED    (late)
-    REPORTED    missed     -              REPORTED    (repeated)
-    REPORTED    fenced     -              REPORTED
-    REPORTED    finished   -              ENDED       the report is on its way, or has been taken
-
-and, where vLLM would compute a failed load's rest in the very blocks that it was to fill (`in_place`):
-
-    ALLOCATED   missed     -              FENCING     nothing may land in them any more first
-
-vLLM's own rules, upheld by this table: a load is reported once, and only if its blocks were allocated; a
+vLLM's own rules, upheld by that table: a load is reported once, and only if its blocks were allocated; a
 second report, or one of a request that vLLM has forgotten, ends the engine. What belongs to no state
 (`allocated` when nothing was asked for) is an error of this package and raises ValueError.
 """
@@ -93,33 +61,41 @@ class LoadAction(StrEnum):
 _St, _Ev, _Do = LoadState, LoadEvent, LoadAction
 
 TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadAction, LoadState]] = {
+    # Nothing is loaded; what comes of a load comes late.
     (_St.PLAIN, _Ev.RAN): (_Do.NONE, _St.PLAIN),
     (_St.PLAIN, _Ev.LOADED): (_Do.NONE, _St.PLAIN),
     (_St.PLAIN, _Ev.MISSED): (_Do.NONE, _St.PLAIN),
     (_St.PLAIN, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
+    # vLLM waits for its blocks to be filled.
     (_St.WANTED, _Ev.ALLOCATED): (_Do.LEND, _St.ALLOCATED),
+    # The prefix cache holds enough, or the prompt is computed anyway.
     (_St.WANTED, _Ev.RAN): (_Do.SKIP, _St.PLAIN),
+    # Before there were blocks: it is not asked for any more.
     (_St.WANTED, _Ev.MISSED): (_Do.NONE, _St.MISSED),
     (_St.WANTED, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
+    # The miss came between the match and the allocation; the handoff side repeats it.
     (_St.MISSED, _Ev.ALLOCATED): (_Do.LEND, _St.ALLOCATED),
     (_St.MISSED, _Ev.RAN): (_Do.NONE, _St.PLAIN),
-    (_St.MISSED, _Ev.MISSED): (_Do.NONE, _St.MISSED),
+    (_St.MISSED, _Ev.MISSED): (_Do.NONE, _St.MISSED),  # repeated
     (_St.MISSED, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
     (_St.ALLOCATED, _Ev.LOADED): (_Do.REPORT_LOADED, _St.REPORTED),
-    (_St.ALLOCATED, _Ev.MISSED): (_Do.REPORT_FAILED, _St.REPORTED),
-    (_St.ALLOCATED, _Ev.FINISHED): (_Do.ABANDON, _St.ENDED),
+    (_St.ALLOCATED, _Ev.MISSED): (_Do.REPORT_FAILED, _St.REPORTED),  # vLLM gives it other blocks
+    (_St.ALLOCATED, _Ev.FINISHED): (_Do.ABANDON, _St.ENDED),  # vLLM keeps the blocks until the report
     (_St.FENCING, _Ev.FENCED): (_Do.REPORT_FAILED, _St.REPORTED),
-    (_St.FENCING, _Ev.MISSED): (_Do.NONE, _St.FENCING),
+    (_St.FENCING, _Ev.MISSED): (_Do.NONE, _St.FENCING),  # repeated
     (_St.FENCING, _Ev.FINISHED): (_Do.REPORT_ENDED, _St.ENDED),
     (_St.REPORTED, _Ev.RAN): (_Do.RESUME, _St.PLAIN),
-    (_St.REPORTED, _Ev.LOADED): (_Do.NONE, _St.REPORTED),
-    (_St.REPORTED, _Ev.MISSED): (_Do.NONE, _St.REPORTED),
+    (_St.REPORTED, _Ev.LOADED): (_Do.NONE, _St.REPORTED),  # late
+    (_St.REPORTED, _Ev.MISSED): (_Do.NONE, _St.REPORTED),  # repeated
     (_St.REPORTED, _Ev.FENCED): (_Do.NONE, _St.REPORTED),
+    # The report is on its way, or has been taken.
     (_St.REPORTED, _Ev.FINISHED): (_Do.NONE, _St.ENDED),
 }
 IN_PLACE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadAction, LoadState]] = {
+    # Nothing may land in the blocks any more first.
     (_St.ALLOCATED, _Ev.MISSED): (_Do.NONE, _St.FENCING),
 }
+"""Instead, where vLLM would compute a failed load's rest in the very blocks that it was to fill."""
 
 _UNDER_WAY = frozenset({LoadState.WANTED, LoadState.ALLOCATED, LoadState.FENCING, LoadState.REPORTED})
 
@@ -165,7 +141,7 @@ class Tracked:
         self.state = LoadState.WANTED
 
     def take(self, event: LoadEvent, *, in_place: bool = False) -> LoadAction:
-        """Go to the next state. `in_place`: see the table. Raises ValueError for what can't happen."""
+        """Go to the next state. `in_place`: by `IN_PLACE` first. Raises ValueError for what can't happen."""
         row = (self.state, event)
         found = IN_PLACE.get(row) if in_place else None
         found = found or TABLE.get(row)
