@@ -215,14 +215,16 @@ async def test_a_bad_file_leaves_the_fleet_as_it_is_and_is_shown(
             while (await c.get("/ready"))[1]["sources"][-1] != {"name": f"file {file}", "problem": problem}:
                 pass
 
-    async with cluster(poll_interval_s=0.01, fleet_file=file) as c:
-        await shown(c, {c.p: "up", c.d: "up", d9: "up"})
-        file.write_text("decode: [{url: 7}]")
-        await source(f"fleet: {file}: decode[0].url: got 7, allowed is a string")
-        await shown(c, {c.p: "up", c.d: "up", d9: "up"})
-        write(file, d9, drain=(d9,))
-        await shown(c, {c.p: "up", c.d: "up", d9: "draining"})
-        await source(None)
+    try:
+        async with cluster(poll_interval_s=0.01, fleet_file=file) as c:
+            await shown(c, {c.p: "up", c.d: "up", d9: "up"})
+            file.write_text("decode: [{url: 7}]")
+            await source(f"fleet: {file}: decode[0].url: got 7, allowed is a string")
+            await shown(c, {c.p: "up", c.d: "up", d9: "up"})
+            write(file, d9, drain=(d9,))
+            await shown(c, {c.p: "up", c.d: "up", d9: "draining"})
+            await source(None)
+    finally:
         await d9.kill()
 
 
