@@ -118,8 +118,10 @@ class Relay:
             except LegFailed as failure:
                 await self._recover(x, failure)
             except Moved:
-                lost = x.source is None or not x.source.usable
-                await self._give_up(x, again=lost, dispatched=True, moved=True)
+                if x.source is None or not x.source.usable:
+                    await self._start_over(x, dispatched=True)
+                else:
+                    await self._leave_target(x, dispatched=True, for_another=True)
 
     async def _attempt(self, x: Exchange) -> Outcome:
         late = x.path == "pull" and x.source is None
@@ -241,11 +243,13 @@ class Relay:
         if failure.role == "prefill":
             if not failure.dispatched and x.source is not None:
                 x.source.owed = False  # it was never asked for an offer
-            await self._give_up(x, again=True, dispatched=True)
+            await self._start_over(x, dispatched=True)
+        elif x.source is not None and not x.source.usable:
+            await self._start_over(x, dispatched=failure.dispatched)
+        elif failure.dispatched and x.path != "push":  # it may have taken the offer, which has one reader
+            await self._start_over(x, dispatched=True)
         else:
-            lost = x.source is not None and not x.source.usable
-            again = lost or (failure.dispatched and x.path != "push")
-            await self._give_up(x, again=again, dispatched=failure.dispatched)
+            await self._leave_target(x, dispatched=failure.dispatched, for_another=x.path == "push")
 
         retry = next_attempt(
             failed=x.failures,
@@ -258,21 +262,28 @@ class Relay:
         if retry == "local":
             self._go_local(x, reason, str(failure))
 
-    async def _give_up(self, x: Exchange, *, again: bool, dispatched: bool, moved: bool = False) -> None:
-        """The decode leg came to nothing, and `again`: so did the attempt as a whole. What may run is ended
-        before another begins (rule 5)."""
-        ends = []
-        if dispatched and x.target is not None and x.draft.decode is not None:
-            ends.append(x.target.withdraw(x.draft.decode))
-        if again and x.source is not None:
+    async def _start_over(self, x: Exchange, *, dispatched: bool) -> None:
+        """The attempt came to nothing as a whole. What may run of it is ended before another begins (rule 5);
+        of the decode leg, if there was one and it was `dispatched`."""
+        ends = [self._end_decode(x)] if dispatched else []
+        if x.source is not None:
             ends.append(x.source.end())
         await asyncio.gather(*ends)
-        if again:
-            x.begin_again()
-        else:
-            x.abandoned = x.target if moved or x.path == "push" else None
-            x.failed(dispatched=dispatched)
+        x.begin_again()
         x.target = None
+
+    async def _leave_target(self, x: Exchange, *, dispatched: bool, for_another: bool) -> None:
+        """The decode leg came to nothing, and is ended if it was `dispatched`; the prefill leg is good for
+        the next one, which is at another engine if there is one and it is to be `for_another`."""
+        if dispatched:
+            await self._end_decode(x)
+        x.abandoned = x.target if for_another else None
+        x.failed(dispatched=dispatched)
+        x.target = None
+
+    async def _end_decode(self, x: Exchange) -> None:
+        if x.target is not None and x.draft.decode is not None:
+            await x.target.withdraw(x.draft.decode)
 
     async def _blame(self, x: Exchange, failure: LegFailed, leg: LegRef | None) -> Reason:
         """Write a failed leg down, and see whether its engine can be used again."""
