@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -156,6 +157,10 @@ _TOOL = {
 }
 
 
+_BEGUN_CALL = re.compile(r'<tool_call>\s*{\s*"name"\s*:\s*"weather"')
+"""Of a call that did not come to its end; where it has spaces is the model's choice."""
+
+
 @gqa
 @ways
 async def test_forced_tool_call(routed: Fleet, way: str) -> None:
@@ -174,15 +179,16 @@ async def test_forced_tool_call(routed: Fleet, way: str) -> None:
     status, answer = await routed.post(body, path=way, endpoint=CHAT)
     assert status == 200, answer
     message, wanted = answer["choices"][0]["message"], alone.choices[0]["message"]
-    calls = [call["function"]["name"] for call in message["tool_calls"] or []]
-    assert calls == ["weather"] or message["content"].startswith('<tool_call>\n{"name": "weather"')
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+    assert calls == ["weather"] or _BEGUN_CALL.match(message["content"]), message
     assert _without_ids(message) == _without_ids(wanted)
     assert (await routed.record(answer["id"]))["reused_tokens"]["transferred"] > 0
 
 
 def _without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """A call that came to its end has an id of chance."""
-    calls = [{**call, "id": None} for call in message["tool_calls"] or []]
+    """A call that came to its end has an id of chance. One that did not is no call, but the content, and
+    vLLM leaves the field out."""
+    calls = [{**call, "id": None} for call in message.get("tool_calls") or []]
     return {**message, "tool_calls": calls}
 
 
