@@ -74,6 +74,8 @@ def test_a_file_s_members() -> None:
         Member("decode", EngineAddress("http://10.0.0.2:8000"), drain=True),
     )
     assert read_members(b"decode: []") == ()
+    merged = b"prefill: [&p {url: 'http://p:1', drain: true}]\ndecode: [{<<: *p, url: 'http://d:1'}]"
+    assert [member.drain for member in read_members(merged)] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,12 @@ def test_a_file_s_members() -> None:
         (b"decode: [{url: 'http://d:1'}, {url: 'http://d:1/'}]", "decode[1].url: got http://d:1 more than"),
         (b"prefill: [{url: 'http://d:1'}]\ndecode: [{url: 'http://d:1'}]", "decode[0].url: got http://d:1"),
         (b"decode: ['http://u:p@d:1']", "decode[0]: got a string of 14 characters, allowed is an object"),
+        (b"decode: []\nprefill: []\ndecode: []", "decode: got it at lines 1 and 3, allowed is once"),
+        (
+            b"decode:\n- url: http://d:1\n  'url': http://d:2",
+            "decode[0].url: got it at lines 2 and 3,",
+        ),
+        (b'{"decode": [],\n"decode": []}', "decode: got it at lines 1 and 2, allowed is once"),
         (b"decode: [", "it is neither YAML nor JSON"),
         (b"decode: \xff", "it is neither YAML nor JSON"),
         (b"decode: [{url: 2001-99-99}]", "it is neither YAML nor JSON"),

@@ -138,6 +138,13 @@ def test_bad_files(tmp_path: Path) -> None:
     no_array = refusal(f"tenants: {{name: a, salt: {SALT}, keys: []}}")
     assert "tenants: got an object, allowed is an array" in no_array
     assert SALT not in no_array
+    one = f"{{name: a, salt: {SALT}, keys: []}}"
+    assert "tenants: got it at lines 1 and 2, allowed is once" in refusal(f"tenants: [{one}]\ntenants: []")
+    twice = refusal(f"tenants:\n - name: a\n   salt: {SALT}\n   name: b\n   keys: []\n")
+    assert "tenants[0].name: got it at lines 2 and 4, allowed is once" in twice
+    misplaced = refusal(f"{SALT}: 1\n{SALT}: 2")
+    assert f"a name of {len(SALT)} characters: got it at lines 1 and 2, allowed is once" in misplaced
+    assert SALT not in misplaced
     broken = refusal(f"tenants:\n - name: a\n   salt: {SALT}: {SALT}\n")
     assert "neither YAML nor JSON at line 3" in broken
     assert SALT not in broken

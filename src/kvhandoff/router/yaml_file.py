@@ -7,10 +7,12 @@ is shown only if it is shorter than any of them, and of no field that is for sec
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import date, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import yaml
 
 from kvhandoff.core.errors import ConfigError, excerpt
 from kvhandoff.core.fields import misfit
@@ -25,15 +27,18 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _DATES = (datetime, date)
 """Which YAML knows, and JSON doesn't."""
 
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The faster one where PyYAML has it."""
+
 
 def read_yaml(raw: bytes, kind: type[_Kind], *, secret: tuple[str, ...] = ()) -> _Kind:
     """What is in a file. Raises ConfigError naming the field, what stands there and what is allowed; values
     in the fields `secret` are never shown, however short."""
     try:
-        whole = msgspec.yaml.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        whole = _load(raw)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # The parser's own message may show the line, and what is in it.
-        mark = getattr(error.__context__, "problem_mark", None)
+        mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"it is neither YAML nor JSON{where}") from error
     try:
@@ -43,6 +48,45 @@ def read_yaml(raw: bytes, kind: type[_Kind], *, secret: tuple[str, ...] = ()) ->
         hidden = any(name in secret for name in re.split(r"[.[]", wrong.field))
         show = _kind_of if hidden else _field_name if wrong.kind == "unknown" else _value
         raise ConfigError(wrong.message("the file", show)) from error
+
+
+def _load(raw: bytes) -> Any:
+    """What is written there. Raises ConfigError for a field that is there twice, of which PyYAML would take
+    the last one, and what PyYAML raises for text that is no YAML."""
+    loader = _Loader(raw)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        for field, lines in _repeated(root, "", set()):
+            raise ConfigError(f"{field}: got it at lines {lines[0]} and {lines[1]}, allowed is once")
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _repeated(node: Any, path: str, seen: set[int]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(field, its first two lines) of the fields that an object below `node` has more than once. `seen`:
+    the nodes that have been looked at, since an alias is the node that it stands for."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _repeated(item, f"{path}[{index}]", seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no field's name: refused later
+            name = key.value if _TYPED.fullmatch(key.value) else f"a name of {len(key.value)} characters"
+            field = f"{path}.{name}" if path else name
+            line = key.start_mark.line + 1
+            same = key.tag, key.value
+            if same in lines:
+                yield field, (lines[same], line)
+            lines[same] = line
+            yield from _repeated(value, field, seen)
 
 
 def _kind_of(value: object) -> str:
