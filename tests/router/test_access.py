@@ -27,6 +27,8 @@ from tests.router.engines import (
     until,
 )
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 
 @pytest.mark.parametrize(
     "given",
@@ -131,7 +133,7 @@ async def test_the_key_goes_no_further(cluster: Any, tmp_path: Path) -> None:
         "X-Request-Id": "another's",
         "Cookie": "a=b",
         "x-api-key": "k",
-        "traceparent": "00-1-2-01",
+        "traceparent": TRACEPARENT,
     }
     async with cluster(security=security(tmp_path)) as c:
         assert (await c.post(c.body(**steering), headers=headers))[0] == 200
@@ -139,7 +141,7 @@ async def test_the_key_goes_no_further(cluster: Any, tmp_path: Path) -> None:
             leg = engine.legs.get_nowait()
             names = {name.lower() for name in leg.headers}
             assert not names & {"authorization", "x-prefiller-host-port", "cookie", "x-api-key"}
-            assert leg.headers["traceparent"] == "00-1-2-01"
+            assert leg.headers["traceparent"] == TRACEPARENT
             assert leg.headers["X-Request-Id"] == leg.ticket.key.handoff_id != "another's"
             assert set(leg.body["kv_transfer_params"]) <= {"ticket", "prompt_token_ids"}
             assert leg.body["vllm_xargs"] == {}

@@ -14,6 +14,8 @@ from kvhandoff.router.legs import RESPONSES_ROWS, ROWS, Rewriting, Rows, leg_bod
 
 ABSENT = object()
 
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
 WANTED: list[tuple[str, Any, Any, Any]] = [
     # field, the client's, the prefill leg's, the decode leg's
     ("max_tokens", 500, 1, 500),
@@ -174,14 +176,40 @@ def test_params_take_the_client_s_place() -> None:
 
 def test_headers() -> None:
     client = {
-        "traceparent": "t",
+        "traceparent": f"00-{TRACE}-{PARENT}-01",
         "Authorization": "s",
         "X-Request-Id": "mine",
         "x-prefiller-host-port": "h",
     }
     assert leg_headers(client, "id") == {
-        "traceparent": "t",
+        "traceparent": f"00-{TRACE}-{PARENT}-01",
         "Content-Type": "application/json",
         "Accept-Encoding": "identity",
         "X-Request-Id": "id",
+    }
+
+
+@pytest.mark.parametrize(
+    ("client", "sent"),
+    [
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01"}, ["traceparent"]),
+        ({"traceparent": f"cc-{TRACE}-{PARENT}-00", "tracestate": "a=b"}, ["traceparent", "tracestate"]),
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a" * 512}, ["traceparent", "tracestate"]),
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a" * 513}, ["traceparent"]),
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=\xff"}, ["traceparent"]),
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": ""}, ["traceparent"]),
+        ({"tracestate": "a=b"}, []),
+        ({"traceparent": "0" * 9000, "tracestate": "a=b"}, []),
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01\n"}, []),
+        ({"traceparent": f"ff-{TRACE}-{PARENT}-01"}, []),
+        ({"traceparent": f"00-{TRACE.upper()}-{PARENT}-01"}, []),
+        ({"traceparent": f"00-{'0' * 32}-{PARENT}-01"}, []),
+        ({"traceparent": f"00-{TRACE}-{'0' * 16}-01"}, []),
+        ({"traceparent": f"00-{TRACE}-{PARENT}-01-more"}, []),
+    ],
+)
+def test_a_trace_that_engines_could_not_read_is_none(client: dict[str, str], sent: list[str]) -> None:
+    headers = leg_headers(client, "id")
+    assert {name: headers[name] for name in headers if name.startswith("trace")} == {
+        name: client[name] for name in sent
     }

@@ -17,6 +17,7 @@ import msgspec
 
 from kvhandoff.core.errors import RequestError
 from kvhandoff.router.body import Fields
+from kvhandoff.router.trace_context import trace_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,6 @@ RESPONSES_ROWS: Final[Rows] = {
 }
 """Those of `/v1/responses`."""
 
-FORWARDED_HEADERS: Final = ("traceparent", "tracestate")
-"""The client's headers that engines get: tracing, and nothing that could steer a transfer (field case 60)."""
-
 
 class Rewriting:
     """A table at work."""
@@ -206,9 +204,9 @@ def leg_body(fields: Fields, kv_transfer_params: msgspec.Struct | None) -> bytes
 
 
 def leg_headers(client: Mapping[str, str], handoff_id: str) -> dict[str, str]:
-    """The headers to send: JSON, unpacked answers, and the handoff id as the request's."""
-    headers = {name: client[name] for name in FORWARDED_HEADERS if name in client}
-    return headers | {
+    """The headers to send: JSON, unpacked answers, and the handoff id as the request's. Of the client's,
+    engines get its trace, and nothing that could steer a transfer (field case 60)."""
+    return trace_context(client) | {
         "Content-Type": "application/json",
         "Accept-Encoding": "identity",
         "X-Request-Id": handoff_id,

@@ -35,6 +35,7 @@ from kvhandoff.core.records import LegRecord
 from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.moves import Moved
+from kvhandoff.router.trace_context import trace_context
 from kvhandoff.tracing import fail, headers_of, lay, server_span
 from kvhandoff.web import CLIENT_LEFT
 
@@ -85,7 +86,9 @@ class RequestTrace:
         """Spans of legs, and when they began."""
         more = {"kvhandoff.handoff_id": draft.handoff_id}
         operation = _OPERATIONS[draft.endpoint]
-        self._span = server_span(tracer, draft.endpoint.path, operation, headers, more, self._start_ns)
+        self._span = server_span(
+            tracer, draft.endpoint.path, operation, trace_context(headers), more, self._start_ns
+        )
         self.trace_id = format_trace_id(self._span.get_span_context().trace_id)
 
     @contextmanager
