@@ -15,12 +15,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvhandoff.handoff.registration import Registration, RegistrationKey
+from kvhandoff.router import worker
 from kvhandoff.router.app import serve
 from kvhandoff.router.config import RouterConfig, Timeouts
 from kvhandoff.router.limits import Limits
 from kvhandoff.router.merging import merge_metrics
 from kvhandoff.router.wire import Server
-from kvhandoff.router.worker import Worker
+from kvhandoff.router.worker import Siblings, Worker
 from tests.router.conftest import Cluster
 from tests.router.engines import CLUSTER_KEY, WAIT_S, MockEngine, held, soon
 
@@ -254,3 +255,23 @@ async def test_the_side_door_is_for_siblings(workers: Callable[..., Any], tmp_pa
                 assert msgspec.json.decode(await response.read()) == {"drained": [], "registrations": []}
             async with session.get("http://worker/v1/handoffs/none") as response:
                 assert response.status == 404
+
+
+async def test_why_a_sibling_did_not_answer_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A timeout has no message of its own."""
+    monkeypatch.setattr(worker, "ASK_S", 0.05)
+    over = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
+
+    me = Worker(0, 2, tmp_path)
+    async with await asyncio.start_unix_server(silent, me.door(1)):
+        siblings = Siblings(me)
+        async with siblings.reachable():
+            assert await soon(siblings.first("/internal/worker")) is None
+        over.set()
+    assert caplog.messages == ["worker 1 did not answer /internal/worker: TimeoutError"]

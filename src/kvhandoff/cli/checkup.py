@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import ConfigError, describe
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.records import EngineState
 from kvhandoff.handoff.messages import PROTOCOL_VERSION
 from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.router.address import EngineAddress
-from kvhandoff.router.engine import describe
 from kvhandoff.router.side import NoReport, SidePages
 from kvhandoff.router.stranger import ROUTER, who_answers
 

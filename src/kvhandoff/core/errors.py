@@ -34,6 +34,11 @@ def excerpt(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
 
 
+def describe(error: BaseException) -> str:
+    """An exception in words; many of the network's have no message of their own."""
+    return str(error) or type(error).__name__
+
+
 class KVHandoffError(Exception):
     """Base of all errors this package raises on purpose."""
 

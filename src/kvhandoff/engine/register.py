@@ -10,7 +10,7 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import ConfigError, describe
 from kvhandoff.core.ids import Identity
 from kvhandoff.core.urls import check_url
 from kvhandoff.handoff.registration import Registration, RegistrationKey
@@ -116,5 +116,5 @@ class Registrar:
             ) as response:
                 body = await response.text(errors="replace")
         except (aiohttp.ClientError, OSError) as error:
-            return str(error) or type(error).__name__
+            return describe(error)
         return None if response.status == 200 else f"status {response.status} {body[:200]}"

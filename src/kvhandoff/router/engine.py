@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import describe as describe
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.records import EngineState, LegRecord
 from kvhandoff.handoff.events import Retention
@@ -353,8 +354,3 @@ def refuses_connection(error: BaseException) -> bool:
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
         error.os_error, ConnectionRefusedError
     )
-
-
-def describe(error: BaseException) -> str:
-    """An exception in words; many of the network's have no message of their own."""
-    return str(error) or type(error).__name__

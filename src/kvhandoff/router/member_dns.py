@@ -8,8 +8,9 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from kvhandoff.core.clock import Sleep
+from kvhandoff.core.errors import describe
 from kvhandoff.router.address import EngineAddress, EngineName
-from kvhandoff.router.engine import Role, describe
+from kvhandoff.router.engine import Role
 from kvhandoff.router.members import Member
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import aiohttp
 import msgspec
 
+from kvhandoff.core.errors import describe
 from kvhandoff.core.ids import HandoffId, HandoffKey, new_handoff_id
 from kvhandoff.core.records import LegRecord
 from kvhandoff.router.answers import Answer, LegFailed, Prefilled, for_client, read_prefilled, whole
@@ -16,7 +17,7 @@ from kvhandoff.router.body import Fields
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.dialect import dialect_of
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.engine import Engine, describe
+from kvhandoff.router.engine import Engine
 from kvhandoff.router.legs import leg_headers
 from kvhandoff.router.records import LegRef
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import RequestError, describe
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.engine import describe
 from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 BROKEN_OFF = 502

@@ -1,6 +1,7 @@
 """The client's W3C Trace Context, as far as the router takes it: https://www.w3.org/TR/trace-context/
 
-A malformed one counts as none: for a header that its server can't read, an engine would refuse a whole request.
+A malformed one counts as none: engines would refuse a whole request for a
+header that their server can't read.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ import aiohttp
 import msgspec
 
 from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import describe
 from kvhandoff.router.alarm import Alarm
 from kvhandoff.router.breaker import Circuit
 from kvhandoff.router.config import Timeouts
-from kvhandoff.router.engine import MISSED_POLLS, Role, describe, refuses_connection
+from kvhandoff.router.engine import MISSED_POLLS, Role, refuses_connection
 from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView
 from kvhandoff.router.stranger import server_named
 from kvhandoff.router.upstream_config import UpstreamAddress, UpstreamConfig, UpstreamConnector

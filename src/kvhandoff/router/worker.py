@@ -24,7 +24,7 @@ from pathlib import Path
 import aiohttp
 from yarl import URL
 
-from kvhandoff.core.errors import RequestError, unavailable
+from kvhandoff.core.errors import RequestError, describe, unavailable
 from kvhandoff.router import wire
 
 log = logging.getLogger(__name__)
@@ -172,5 +172,5 @@ class Siblings:
                 kind = answer.headers.get("Content-Type", "application/json")
                 return Said(answer.status, kind, await answer.read())
         except (aiohttp.ClientError, OSError) as error:
-            log.warning("worker %d did not answer %s: %s", index, path, error or type(error).__name__)
+            log.warning("worker %d did not answer %s: %s", index, path, describe(error))
             return None
