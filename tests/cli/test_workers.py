@@ -13,7 +13,9 @@ import aiohttp
 import psutil
 import pytest
 
-from kvhandoff.cli.workers import worker_arguments
+from kvhandoff.cli import watch
+from kvhandoff.cli.children import Child
+from kvhandoff.cli.workers import run_workers, worker_arguments
 from tests.cli.test_bad_input import run
 from tests.cli.test_up import alive, until
 from tests.router.engines import CLUSTER_KEY, MockEngine
@@ -95,3 +97,67 @@ async def test_a_worker_that_dies_is_started_again_and_all_end_together() -> Non
             process.kill()
             await process.wait()
         await engine.kill()
+
+
+@pytest.mark.processes
+async def test_a_worker_that_hangs_is_killed_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "ANSWER_S", 2.0)
+    arguments = ["router", "--workers", "2", "--return", "off", "--decode", "http://127.0.0.1:1"]
+    monkeypatch.setattr(sys, "argv", ["kvhandoff", *arguments])
+    monkeypatch.setenv("KVHANDOFF_CLUSTER_KEY", CLUSTER_KEY.decode())
+    before = psutil.Process().children()
+
+    def workers() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child not in before]
+
+    caplog.set_level("INFO", "kvhandoff")
+    parent = asyncio.create_task(run_workers(2, "127.0.0.1", 0, lifeline=False))
+    try:
+        await until(lambda: any("2 workers at" in message for message in caplog.messages))
+        hung, other = workers()
+        hung.send_signal(signal.SIGSTOP)
+        await until(lambda: any("serves again" in message for message in caplog.messages))
+        assert not alive(hung.pid)
+        assert other in workers()
+        assert len(workers()) == 2
+    finally:
+        parent.cancel()
+        await asyncio.gather(parent, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("answers", "killed"), [("--+--+--+", False), ("+--+---", True)])
+async def test_a_worker_hangs_when_it_misses_several_times_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str, killed: bool
+) -> None:
+    monkeypatch.setattr(watch, "ASK_EVERY_S", 0.0)
+    asked, left = asyncio.Event(), list(answers)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if not left:
+            asked.set()
+        if not left or left.pop(0) == "+":  # a worker that serves nobody now is none that hangs
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+        else:
+            writer.write(b"nothing\r\n\r\n")
+        writer.close()
+
+    sleeper = await asyncio.create_subprocess_exec("sleep", "600")
+    worker = Child("worker 0", [], {}, process=sleeper, served=True)
+    async with await asyncio.start_unix_server(answer, tmp_path / "0.sock"):
+        watching = asyncio.create_task(watch.kill_when_hung(worker, tmp_path / "0.sock"))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                if killed:
+                    assert await worker.ended() == -signal.SIGKILL
+                    assert not left
+                else:
+                    await asked.wait()
+                    assert worker.serves
+        finally:
+            watching.cancel()
+            worker.kill()
+            await worker.ended()

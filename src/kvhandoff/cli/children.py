@@ -32,6 +32,13 @@ class Child:
     port: int = 0
     """0 until the child has chosen one; it is given the same one when it is started again."""
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
+    served: bool = field(default=False, repr=False)
+    """Whether `process` has said that it serves."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it runs and has come up; it may hang."""
+        return self.served and self.process is not None and self.process.returncode is None
 
     async def start(self) -> dict[str, str]:
         """Start it and wait until it serves; returns what it printed.
@@ -41,6 +48,7 @@ class Child:
         name, *arguments = self.arguments
         ours = [name, "--port", str(self.port), "--lifeline"]
         command = [sys.executable, "-m", "kvhandoff", *ours, *arguments]
+        self.served = False
         self.process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -57,12 +65,19 @@ class Child:
             raise ChildFailed(f"{self.name} ended with exit code {code} before it served")
         facts: dict[str, str] = json.loads(line)
         self.port = int(facts["url"].rsplit(":", 1)[1])
+        self.served = True
         return facts
 
     async def ended(self) -> int:
         """Wait for its end; returns the exit code (negative: the signal that killed it)."""
         assert self.process is not None
         return await self.process.wait()
+
+    def kill(self) -> None:
+        """End it at once, in whatever state it is."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
 
     async def stop(self) -> None:
         """End it; kill it if it doesn't."""

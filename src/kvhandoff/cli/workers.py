@@ -19,6 +19,7 @@ import msgspec
 from kvhandoff.cli.children import Child, ChildFailed, keep_running
 from kvhandoff.cli.common import stop_event
 from kvhandoff.cli.doors import doors_folder
+from kvhandoff.cli.watch import kill_when_hung
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.web import cannot_listen
 
@@ -32,8 +33,8 @@ def worker_arguments(given: Sequence[str], index: int, count: int, port: int, do
 
 
 async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> None:
-    """Run `count` workers with this process's own command line until told to end; one that ends is started
-    again. Prints where they serve, as a single router does.
+    """Run `count` workers with this process's own command line until told to end; one that ends or
+    hangs is started again. Prints where they serve, as a single router does.
 
     Raises ConfigError when the port can't be had, or a worker says that it can't start.
     """
@@ -45,10 +46,12 @@ async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> No
             Child(f"worker {i}", worker_arguments(given, i, count, port, doors), dict(os.environ), port=port)
             for i in range(count)
         ]
-        await _keep(workers, stop)
+        await _keep(workers, doors, stop)
 
 
-async def _keep(workers: Sequence[Child], stop: asyncio.Event) -> None:
+async def _keep(workers: Sequence[Child], doors: Path, stop: asyncio.Event) -> None:
+    from kvhandoff.router.worker import side_door
+
     keepers: list[asyncio.Task[None]] = []
     try:
         starting = asyncio.gather(*(worker.start() for worker in workers))
@@ -65,7 +68,9 @@ async def _keep(workers: Sequence[Child], stop: asyncio.Event) -> None:
         sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
         sys.stdout.flush()
         log.info("%d workers at %s", len(workers), facts["url"])
-        keepers = [asyncio.create_task(keep_running(worker, log.warning)) for worker in workers]
+        for index, worker in enumerate(workers):
+            keepers.append(asyncio.create_task(keep_running(worker, log.warning)))
+            keepers.append(asyncio.create_task(kill_when_hung(worker, side_door(doors, index))))
         await stop.wait()
     except ChildFailed as error:
         raise ConfigError(f"workers: {error}") from error

@@ -49,7 +49,12 @@ class Worker:
 
     def door(self, index: int | None = None) -> Path | None:
         """The Unix socket of this worker, or of another."""
-        return None if self.doors is None else self.doors / f"{self.index if index is None else index}.sock"
+        return None if self.doors is None else side_door(self.doors, self.index if index is None else index)
+
+
+def side_door(doors: Path, index: int) -> Path:
+    """The Unix socket of a worker."""
+    return doors / f"{index}.sock"
 
 
 @dataclass(frozen=True, slots=True)
