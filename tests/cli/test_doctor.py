@@ -150,6 +150,18 @@ async def test_a_router_and_other_servers(engines: list[Telling]) -> None:
     assert "its state report is refused with status 404" in done.said
 
 
+async def test_another_engines_pages(engines: list[Telling]) -> None:
+    embedded = MockEngine("decode", "mine")
+    await embedded.start()
+    try:
+        done = await doctor(f"{embedded.url},internal={engines[0].side_url}")
+    finally:
+        await embedded.kill()
+    assert done.code == 1
+    wanted = f"wrong: internal: got {engines[0].side_url}, the pages of engine one, but the server at"
+    assert f"{wanted} {embedded.url} is engine mine" in done.said
+
+
 async def test_one_engine_twice(engines: list[Telling]) -> None:
     done = await doctor(engines[0].address, engines[1].address, engines[0].address)
     assert done.code == 2

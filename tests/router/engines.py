@@ -92,6 +92,7 @@ class MockEngine:
         self.port = 0
         self.state_script: Callable[[], Awaitable[None]] | None = None
         self.withdraw_script: Callable[[], Awaitable[None]] | None = None
+        self.health = 200
         self.integration: Literal["embedded", "vllm"] = "embedded"
         self._runners: list[web.AppRunner] = []
         self.new_life()
@@ -132,7 +133,8 @@ class MockEngine:
 
     def server(self) -> list[web.RouteDef]:
         """For legs."""
-        return [web.post(path, self._leg) for path in ("/v1/completions", "/v1/chat/completions")]
+        legs = [web.post(path, self._leg) for path in ("/v1/completions", "/v1/chat/completions")]
+        return [*legs, web.get("/health", self._health)]
 
     async def listen(self, port: int, routes: list[web.RouteDef]) -> int:
         """Serve them; returns the port."""
@@ -207,6 +209,9 @@ class MockEngine:
             progress=self.progress,
         )
         return web.Response(body=msgspec.json.encode(state), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
 
     async def _yield(self, request: web.Request) -> web.Response:
         if self.begun:

@@ -214,3 +214,26 @@ async def test_on_miss_error_is_refused_later(ground: Ground) -> None:
     engine: Engine = fleet.decode[0]
     assert "allowed with vLLM engines is recompute" in str(engine.problem)
     assert not fleet.view().decode[0].healthy
+
+
+async def test_pages_of_another_engine(ground: Ground) -> None:
+    """Its server would refuse every ticket: it is for the other one."""
+    d = await ground.vllm("theirs")
+    embedded = MockEngine("decode", "mine")
+    await embedded.start()
+    try:
+        fleet = await ground.fleet(f"{embedded.url},internal={d.side_url}")
+        for _ in range(2):
+            wanted = f"internal: got {d.side_url}, the pages of engine theirs, but the server at "
+            assert f"{wanted}{embedded.url} is engine mine" in str(fleet.decode[0].problem)
+            await fleet.poll(fleet.engines)
+        await embedded.kill()
+        embedded.engine_id = "theirs"  # as when the right one is started there
+        embedded.new_life()
+        await embedded.start()
+        await fleet.poll(fleet.engines)
+        assert fleet.decode[0].healthy, fleet.decode[0].problem
+        own = f"{embedded.url},internal={embedded.url.replace('127.0.0.1', 'localhost')}"
+        assert (await ground.fleet(own)).decode[0].healthy
+    finally:
+        await embedded.kill()

@@ -22,7 +22,6 @@ class MockVllmEngine(MockEngine):
         self.integration = "vllm"
         self.script = prefill if role == "prefill" else answer
         self.side_port = 0
-        self.health = 200
 
     @property
     def reported_role(self) -> str:
@@ -44,11 +43,7 @@ class MockVllmEngine(MockEngine):
         return [
             *super().server(),
             web.post("/v1/responses", self._leg),
-            web.get("/health", self._health),
         ]
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=self.health)
 
     def admit(self, body: dict[str, Any]) -> Ticket | None:
         """The ticket that is obeyed; None for a plain request, a refused ticket's included."""

@@ -15,7 +15,7 @@ from kvhandoff.core.records import EngineState
 from kvhandoff.handoff.messages import PROTOCOL_VERSION
 from kvhandoff.handoff.tickets import Ticket, TicketKey
 from kvhandoff.router.address import EngineAddress
-from kvhandoff.router.side import NoReport, SidePages
+from kvhandoff.router.side import AnothersPages, NoReport, SidePages
 from kvhandoff.router.stranger import ROUTER, who_answers
 
 TIMEOUT_S = 5.0
@@ -57,6 +57,8 @@ async def examine(address: EngineAddress, key: bytes | None) -> Finding:
             finding.problems.append(f"no answer in {TIMEOUT_S:g} s")
         except msgspec.DecodeError as error:
             finding.problems.append(f"its answer can't be read, its version may be another: {error}")
+        except AnothersPages as error:
+            finding.problems.append(describe(error))
         except NoReport as error:
             finding.problems.append(await _instead(address.url, session, error))
         except (aiohttp.ClientError, OSError) as error:

@@ -13,6 +13,10 @@ class NoReport(Exception):
     """The engine answers, but not with its state."""
 
 
+class AnothersPages(NoReport):
+    """The pages and the server are of two engines, so each would refuse what is meant for the other."""
+
+
 class SignedTicket(msgspec.Struct, frozen=True):
     """The body of `/internal/withdraw`, `/internal/yield` and `/internal/peers`."""
 
@@ -30,8 +34,13 @@ class _ErrorAnswer(msgspec.Struct):
     error: EngineError
 
 
+class _Named(msgspec.Struct):
+    engine_id: str
+
+
 _error_answer = msgspec.json.Decoder(_ErrorAnswer)
 _state = msgspec.json.Decoder(EngineState)
+_named = msgspec.json.Decoder(_Named)
 
 
 def read_error(body: bytes) -> EngineError:
@@ -50,6 +59,8 @@ class SidePages:
         self._session = session
         self._found: str | None = None
         """Where they are, since they answered there."""
+        self._matched: str | None = None
+        """The life (epoch) that has been compared with the engine that the server says it is."""
 
     @property
     def url(self) -> str:
@@ -60,7 +71,7 @@ class SidePages:
         """The engine's state with the legs that ended after `cursor`. Raises NoReport and DecodeError.
 
         An engine whose pages are apart from its server is asked for the server's health too: one of them
-        alone serves nobody.
+        alone serves nobody. Raises AnothersPages when that server says that it is another engine.
         """
         found, body = await self._report(cursor)
         if found != self._address.url:
@@ -68,6 +79,9 @@ class SidePages:
             if status != 200:
                 raise NoReport(f"its server's health is refused with status {status}")
         state = _state.decode(body)
+        if found != self._address.url and state.epoch != self._matched:
+            await self._match(state.engine_id, found)
+            self._matched = state.epoch
         self._found = found
         return state
 
@@ -88,6 +102,22 @@ class SidePages:
         ) as response:
             body = await response.read()
             return response.status, EngineError() if response.status < 300 else read_error(body)
+
+    async def _match(self, engine_id: str, found: str) -> None:
+        """Raises AnothersPages. vLLM's server has no such page, and can't be compared."""
+        url = self._address.url
+        status, body = await self._get(f"{url}/internal/state", after="0")
+        if status != 200:
+            return
+        try:
+            at_server = _named.decode(body).engine_id
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # it is no engine's page: this server says nothing of itself either
+        if at_server != engine_id:
+            raise AnothersPages(
+                f"internal: got {found}, the pages of engine {engine_id}, but the server at {url} is engine "
+                f"{at_server}, allowed are that one's pages, which it has itself: leave ,internal=URL out"
+            )
 
     async def _report(self, cursor: int) -> tuple[str, bytes]:
         """(where it came from, the report's JSON)."""
