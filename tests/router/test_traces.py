@@ -120,6 +120,17 @@ async def test_the_clients_trace_goes_on(cluster: Any, spans: Collector) -> None
             assert headers["tracestate"] == "vendor=x"
 
 
+async def test_a_state_that_engines_could_not_read_stops_here(cluster: Any, spans: Collector) -> None:
+    long = ",".join(f"k{i}={'v' * 256}" for i in range(30))  # W3C allows as much
+    async with cluster(traces=spans.url, path="pull") as c:
+        status, _ = await c.post(c.body(), headers=PARENTED | {"tracestate": long})
+        assert status == 200
+        for engine in (c.p, c.d):
+            headers = engine.legs.get_nowait().headers
+            assert headers["traceparent"].startswith(f"00-{TRACE}-")
+            assert "tracestate" not in headers
+
+
 @pytest.mark.parametrize(
     "malformed",
     [
