@@ -93,7 +93,8 @@ def names_of(
     """The names of a request's conversation.
 
     `tenant`: who has been authenticated, "" where nobody is. `key`: `key_of_names` where names leave the
-    process. Nothing is raised: what can't be read gives no name.
+    process. Messages that can't be read give no name; RequestError is raised for a client's own name that is
+    no text.
     """
     root = _root(tenant, summary.cache_salt, summary.model, key)
     name = given_name(fields, headers)
