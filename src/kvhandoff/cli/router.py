@@ -250,10 +250,14 @@ def router(
                 "binding, prefill-policy, decode-policy: allowed with --connector "
                 f"{connector.value} is to leave them out"
             )
-        if on_miss is not MissOption.RECOMPUTE or retain is not RetainOption.RENEWABLE:
-            raise ConfigError(
-                f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
-            )
+        ours = {
+            "on-miss": (on_miss, MissOption.RECOMPUTE),
+            "retain": (retain, RetainOption.RENEWABLE),
+        }
+        for name, (value, usual) in ours.items():
+            if value is not usual:
+                allowed = f"allowed with --connector {connector.value} is to leave it out"
+                raise ConfigError(f"{name}: got {value.value}, {allowed}")
         if index != "memory":
             raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
         if workers > 1:
