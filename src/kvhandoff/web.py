@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import logging
 import random
+import re
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
@@ -57,7 +58,20 @@ def json_fault(raw: bytes, error: Exception) -> str:
     """Why a body can't be read, in words. `error`: what msgspec has raised."""
     if not raw.strip():
         return "it is empty"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    why = str(error)
+    if isinstance(error, UnicodeDecodeError) or "UTF-8" in why:
+        return "it is not valid UTF-8"
+    # msgspec takes the first half of a pair without the second for the input's end.
+    if "surrogate" in why or ("truncated" in why and _HALF_A_PAIR.search(raw)):
+        return (
+            r"an escape in it (\ud800 to \udfff) is half of a surrogate pair, which is no Unicode character"
+        )
+    return why
+
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def _out_of_range(raw: bytes) -> RequestError:

@@ -136,6 +136,25 @@ async def test_tls_on_both_sides(tmp_path: Path) -> None:
                 assert all("CERTIFICATE_VERIFY_FAILED" in engine["problem"] for engine in engines)
 
 
+# ---- the end ----
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_what_is_cut_off_at_the_end_is_told_so(workers: str) -> None:
+    """The flag reaches the server, of several workers too."""
+    async with pair() as (p, d):
+        d.script = held
+        flags = ("--shutdown-timeout", "0.01", "--workers", workers, "--return", "off")
+        async with router(*before(p, d), *flags) as served, aiohttp.ClientSession() as client:
+            url, body = f"{served.url}/v1/completions", {"model": "tiny", "prompt": "hi"}
+            asked = asyncio.create_task(client.post(url, json=body))
+            await asyncio.wait_for(d.legs.get(), STARTS_S)
+            served.process.terminate()
+            async with await soon(asked) as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (503, "shutdown")
+            assert await asyncio.wait_for(served.process.wait(), STARTS_S) == 0
+
+
 # ---- replicas ----
 
 

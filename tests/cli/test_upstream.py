@@ -19,8 +19,8 @@ DECODE = ("--decode", "http://127.0.0.1:1")
     ("arguments", "said"),
     [
         (["--connector", "mooncake", *DECODE], "'kvhandoff', 'nixl', 'nixl-push'"),
-        (["--connector", "nixl", *DECODE, "--on-miss", "error"], "on-miss, retain: allowed with"),
-        (["--connector", "nixl", *DECODE, "--retain", "fixed"], "on-miss, retain: allowed with"),
+        (["--connector", "nixl", *DECODE, "--on-miss", "error"], "on-miss: got error, allowed with"),
+        (["--connector", "nixl", *DECODE, "--retain", "fixed"], "retain: got fixed, allowed with"),
         (["--connector", "nixl", *DECODE, "--index", "valkey://h:1/0"], "index: allowed with"),
         (
             ["--connector", "nixl", *DECODE, "--binding", "late"],

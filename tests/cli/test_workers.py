@@ -114,7 +114,7 @@ async def test_a_worker_that_hangs_is_killed_and_started_again(
         return [child for child in psutil.Process().children() if child not in before]
 
     caplog.set_level("INFO", "kvhandoff")
-    parent = asyncio.create_task(run_workers(2, "127.0.0.1", 0, lifeline=False))
+    parent = asyncio.create_task(run_workers(2, "127.0.0.1", 0, shutdown_s=0.0, lifeline=False))
     try:
         await until(lambda: any("2 workers at" in message for message in caplog.messages))
         hung, other = workers()

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer
 
 from kvhandoff.core.errors import ConfigError, RequestError
-from kvhandoff.embedded.chat import Message
+from kvhandoff.embedded.chat import Message, template_messages
 from kvhandoff.embedded.detokenize import Detokenizer, StopMatcher, StopStrings, TokenBytes
 from kvhandoff.embedded.openai import ChatBody, CompletionBody
 from kvhandoff.embedded.prompts import PromptReader
@@ -155,6 +155,20 @@ def test_renders_chat_as_transformers(text: TextProcessor, reference: Any) -> No
         ids = reference.apply_chat_template(messages, add_generation_prompt=add_prompt).input_ids
         assert text.encode(rendered, add_special_tokens=False) == ids
         assert rendered.endswith("assistant\n") is add_prompt
+
+
+def test_past_tool_calls_are_rendered(text: TextProcessor) -> None:
+    """By a template that adds the content to other texts, though the message has none."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [
+        Message(role="user", content="hi"),
+        Message(role="assistant", content=None, tool_calls=[call]),
+        Message(role="tool", content="2", tool_call_id="1"),
+    ]
+    rendered = text.render_chat(template_messages(asked), {})
+    assert [line for line in rendered.split("<|im_end|>\n") if "assistant" in line] == [
+        "<|im_start|>assistant\n"
+    ]
 
 
 # -- what a model directory says --------------------------------------------------------------------------

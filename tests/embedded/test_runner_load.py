@@ -151,7 +151,7 @@ def test_a_config_that_does_not_say_how_long_a_context_may_be_is_refused():
         ({"num_blocks": 0}, "num_blocks: got 0, allowed is 1 or more"),
         (
             {"kv_bytes": 1000},
-            r"kv_bytes: got 1000, but one block of 16 tokens of this model takes 12288 bytes",
+            r"kv-memory, block-size: got 9.31e-07 GiB and blocks of 16 tokens, allowed is 0.001 GiB or more",
         ),
         ({"kv_bytes": 10**6, "num_blocks": 4}, "num_blocks and kv_bytes: give one of them"),
         ({"block_size": 0}, "block_size: got 0, allowed is 1 or more"),

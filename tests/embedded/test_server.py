@@ -87,6 +87,7 @@ def test_past_tool_calls_reach_the_template_as_objects() -> None:
     assert template_messages(messages) == [
         {
             "role": "assistant",
+            "content": "",
             "tool_calls": [call | {"function": {"name": "f", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "content": "2", "tool_call_id": "1"},

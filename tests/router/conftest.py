@@ -46,6 +46,8 @@ class Cluster:
         self.decode = decode
         self.url = url
         self.session = aiohttp.ClientSession()
+        self.server: Any = None
+        """The router's."""
 
     @property
     def p(self) -> MockEngine:
@@ -146,6 +148,7 @@ def cluster() -> Callable[..., Any]:
             server = await serve(settings)
             stack.push_async_callback(server.close)
             made = Cluster(prefills, decodes, f"http://127.0.0.1:{server.port}")
+            made.server = server
             stack.push_async_callback(made.session.close)
             yield made
 

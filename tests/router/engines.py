@@ -93,6 +93,8 @@ class MockEngine:
         self.state_script: Callable[[], Awaitable[None]] | None = None
         self.withdraw_script: Callable[[], Awaitable[None]] | None = None
         self.health = 200
+        self.yield_script: Callable[[], Awaitable[None]] | None = None
+        """Before the answer to a yield that is obeyed."""
         self.integration: Literal["embedded", "vllm"] = "embedded"
         self._runners: list[web.AppRunner] = []
         self.new_life()
@@ -217,7 +219,10 @@ class MockEngine:
         if self.begun:
             error = {"message": "it has begun", "code": "leg_begun", "type": "invalid_request_error"}
             return web.json_response({"error": error}, status=409)
-        return await self._obey(request, self.yielded)
+        answer = await self._obey(request, self.yielded)
+        if self.yield_script is not None:
+            await self.yield_script()
+        return answer
 
     async def _withdraw(self, request: web.Request) -> web.Response:
         if self.withdraw_script is not None:

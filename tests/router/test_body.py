@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.body import check_stateless, parse_body, summarize
+from kvhandoff.router.body import check_stateless, parse_body, read_model, summarize
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
@@ -36,6 +36,29 @@ def test_no_json_object(raw: bytes) -> None:
     with pytest.raises(RequestError, match="body: it must be a JSON object") as error:
         parse_body(raw)
     assert (error.value.status, error.value.param) == (400, "body")
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (rb'{"a":"x\ud800"}', "half of a surrogate pair"),
+        (rb'{"a":"x\udbffy"}', "half of a surrogate pair"),
+        (rb'{"a":"\udc00"}', "half of a surrogate pair"),
+        (rb'{"a":"\ud83d\ude00', "Input data was truncated"),
+        (b'{"a', "Input data was truncated"),
+        (b'{"\xff":1}', "it is not valid UTF-8"),
+    ],
+)
+def test_text_that_is_no_unicode(raw: bytes, why: str) -> None:
+    """It is told from a body that ends too early."""
+    with pytest.raises(RequestError, match=rf"^body: it must be a JSON object \(.*{why}"):
+        parse_body(raw)
+
+
+def test_a_model_that_is_no_unicode() -> None:
+    with pytest.raises(RequestError) as error:
+        read_model(parse_body(b'{"model":"smollm2\xff"}'), "tiny")
+    assert error.value.message == "model: got bytes that are not valid UTF-8, allowed is a text: tiny"
 
 
 @given(st.binary(max_size=200))

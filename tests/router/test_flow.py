@@ -331,12 +331,19 @@ async def test_refusals_are_the_client_s(cluster: Any, status: int, role: str) -
         assert all(engine.withdrawn.empty() for engine in c.prefill)
 
 
-async def test_miss_shown_as_error(cluster: Any) -> None:
+async def test_miss_shown_as_error(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
     """With on_miss=error the decode engine's refusal is the answer: no attempt turns it into a recompute."""
     async with cluster(on_miss="error") as c:
         c.d.script = once(failing(503, "offer_expired"))
         status, answer = await c.post(c.body())
         assert (status, answer["error"]["code"]) == (503, "offer_expired")
+        # The engine's own words name engines and their addresses.
+        assert (
+            answer["error"]["message"]
+            == "the prompt's KV can't be used (offer_expired), and on_miss is error"
+        )
+        assert answer["error"]["type"] == "kv_miss"
+        assert f"{c.d.engine_id} says no" in caplog.text
         assert c.d.legs.get_nowait().ticket.on_miss == "error"
         assert c.d.legs.empty()
 

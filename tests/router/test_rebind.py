@@ -403,6 +403,30 @@ async def test_the_engine_is_asked_before_its_leg_is_closed(cluster: Any) -> Non
         await c.at_rest()
 
 
+@pytest.mark.parametrize("path", ["push", "pull"])
+async def test_whoever_gave_the_order_leaves(cluster: Any, path: str) -> None:
+    """The engine has ended its leg by then: the order is carried out, and the client is answered."""
+    async with cluster(decode=2) as c:
+        c.d.script = held
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            asked.set()
+            await go_on.wait()
+
+        c.d.yield_script = hold
+        request = c.start(c.body(), headers={"x-kvhandoff-path": path})
+        _, d = await both(c)
+        order = asyncio.create_task(rebind(c, d))
+        await soon(asked.wait())
+        await leave(order)
+        go_on.set()
+        assert (await soon(request))[0] == 200
+        record = await c.record(d.ticket.key.handoff_id)
+        assert (record["rebound"], record["decode"]["engine_id"]) == (1, c.decode[1].engine_id)
+        await c.at_rest()
+
+
 async def test_requests_under_way_are_listed(cluster: Any) -> None:
     async def listed() -> list[dict[str, Any]]:
         async with c.session.get(f"{c.url}/v1/handoffs") as response:

@@ -236,6 +236,20 @@ async def test_retention(cluster: Any, retain: str, asked: str | None, path: str
         assert second.told == (None if asked is None else first.kept())
 
 
+@pytest.mark.parametrize("field", ["conversation_id", "prompt_cache_key"])
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [({}, {}), ({}, {"x-kvhandoff-return": "off"}), ({"prompt": ["a", "b"]}, {})],
+)
+async def test_a_name_that_is_no_text_is_always_refused(
+    cluster: Any, field: str, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    """Whether it would be used or not."""
+    async with cluster() as c:
+        status, answer = await c.post(c.body(**body, **{field: 5}), headers=headers)
+        assert (status, answer["error"]["message"]) == (400, f"{field}: got 5, allowed is a string")
+
+
 async def test_several_prompts_belong_to_no_conversation(cluster: Any) -> None:
     async with cluster() as c:
         c.d.script = failing(400)  # it has no ticket to answer by

@@ -134,7 +134,7 @@ async def test_every_piece_moves_the_deadline() -> None:
     loop.alarms.pop()[1]()
     await task
     assert (passage.status, passage.response.written) == (BROKEN_OFF, b"abc")
-    assert passage._why == "decode engine d sent nothing for 5 s before its answer was complete"
+    assert passage.error.message == "decode engine d sent nothing for 5 s before its answer was complete"
 
 
 async def test_a_client_that_takes_nothing_is_given_up() -> None:

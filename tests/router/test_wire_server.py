@@ -238,7 +238,7 @@ async def test_body_beyond_the_limit() -> None:
 
 async def test_nothing_beyond_the_limit_is_kept() -> None:
     connection: Any = None
-    request = Request(connection, "POST", "/", "", "1.1", Headers(), keep_alive=True, limit=10)
+    request = Request(connection, "POST", "/", "1.1", Headers(), keep_alive=True, limit=10)
     for _ in range(3):
         request.feed(b"x" * 6)
     assert request._body == []

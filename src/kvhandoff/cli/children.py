@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvhandoff.core.errors import ConfigError, KVHandoffError
 
 STOP_S = 10.0
-"""A child that hasn't ended this long after SIGTERM is killed."""
+"""A child that hasn't ended this long after SIGTERM is killed, unless it may take longer."""
 
 
 class ChildFailed(KVHandoffError):
@@ -31,6 +31,7 @@ class Child:
     environment: dict[str, str]
     port: int = 0
     """0 until the child has chosen one; it is given the same one when it is started again."""
+    stop_s: float = STOP_S
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
     served: bool = field(default=False, repr=False)
     """Whether `process` has said that it serves."""
@@ -87,7 +88,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
             try:
-                async with asyncio.timeout(STOP_S):
+                async with asyncio.timeout(self.stop_s):
                     await process.wait()
             except TimeoutError:
                 process.kill()

@@ -158,6 +158,14 @@ Retain = typer.Option(
 )
 
 
+ShutdownTimeout = typer.Option(
+    25.0,  # less than the 30 s after which Kubernetes kills, so that clients can still be told
+    "--shutdown-timeout",
+    min=0.001,
+    max=MOST_SECONDS,
+    help="Seconds that requests under way have to end when the router is told to end (SIGTERM); then they "
+    "are cut off with an error.",
+)
 Index = typer.Option(
     "memory",
     "--index",
@@ -210,6 +218,7 @@ def router(
     index_ttl: float = IndexTTL,
     connector: ConnectorOption = Connector,
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
+    shutdown_timeout: float = ShutdownTimeout,
     tenants: Path | None = Tenants,
     tls_cert: Path | None = TlsCert,
     tls_key: Path | None = TlsKey,
@@ -241,10 +250,14 @@ def router(
                 "binding, prefill-policy, decode-policy: allowed with --connector "
                 f"{connector.value} is to leave them out"
             )
-        if on_miss is not MissOption.RECOMPUTE or retain is not RetainOption.RENEWABLE:
-            raise ConfigError(
-                f"on-miss, retain: allowed with --connector {connector.value} is to leave them out"
-            )
+        ours = {
+            "on-miss": (on_miss, MissOption.RECOMPUTE),
+            "retain": (retain, RetainOption.RENEWABLE),
+        }
+        for name, (value, usual) in ours.items():
+            if value is not usual:
+                allowed = f"allowed with --connector {connector.value} is to leave it out"
+                raise ConfigError(f"{name}: got {value.value}, {allowed}")
         if index != "memory":
             raise ConfigError(f"index: allowed with --connector {connector.value} is memory")
         if workers > 1:
@@ -252,7 +265,17 @@ def router(
         if fleet is not None or registration:
             raise ConfigError(f"fleet, registration: allowed with --connector {connector.value} is --decode")
         start = _upstream(
-            connector, prefill, decode, host, port, path, return_mode, pair_tests, security, spans_to
+            connector,
+            prefill,
+            decode,
+            host,
+            port,
+            path,
+            return_mode,
+            pair_tests,
+            shutdown_timeout,
+            security,
+            spans_to,
         )
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
@@ -274,6 +297,7 @@ def router(
         cluster_key=cluster_key(cluster_key_file),
         host=host,
         port=port,
+        shutdown_s=shutdown_timeout,
         path=path.value,
         policies=Policies(prefill=prefill_policy.value, decode=decode_policy.value, binding=binding.value),
         return_mode=return_mode.value,
@@ -291,7 +315,7 @@ def router(
                 f"workers: got {workers} with --index {index}, allowed is 1; --return off; or an index that "
                 "they share (valkey://HOST:PORT/DB), since any worker may get a conversation's next turn"
             )
-        uvloop.run(run_workers(workers, host, port, lifeline=lifeline))
+        uvloop.run(run_workers(workers, host, port, shutdown_s=shutdown_timeout, lifeline=lifeline))
         return
     _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)
 
@@ -305,6 +329,7 @@ def _upstream(
     path: PathOption,
     return_mode: ReturnOption,
     pair_tests: PairTestOption,
+    shutdown_s: float,
     security: Security,
     traces: str | None,
 ) -> Callable[[], Awaitable[Server]]:
@@ -321,6 +346,7 @@ def _upstream(
         path=path.value,
         keep_references=return_mode is not ReturnOption.OFF,
         pair_tests=pair_tests.value,
+        shutdown_s=shutdown_s,
         security=security,
         traces=traces,
     )

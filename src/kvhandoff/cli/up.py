@@ -16,7 +16,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from kvhandoff.cli.children import Child, ChildFailed, keep_running
+from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, MOST_GIB, check_port, stop_event
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
 from kvhandoff.cli.logs import Format, Level, LogFormat, set_up_logging
@@ -29,6 +29,7 @@ from kvhandoff.cli.router import (
     RetainOption,
     ReturnMode,
     ReturnOption,
+    ShutdownTimeout,
     Tenants,
 )
 from kvhandoff.cli.traces import Traces, traces_endpoint
@@ -58,6 +59,7 @@ def up(
         TransportChoice.AUTO, help="NIXL if installed, or shared memory."
     ),
     on_miss: MissOption = typer.Option(MissOption.RECOMPUTE, help="When a request's KV can't be used."),
+    shutdown_timeout: float = ShutdownTimeout,
     tenants: Path | None = Tenants,
     dtype: Dtype = DtypeOption,
     exact: bool = typer.Option(False, help="Logits bit-equal in any batch and chunking; slower."),
@@ -130,12 +132,14 @@ def up(
             retain,
             "--on-miss",
             on_miss,
+            "--shutdown-timeout",
+            str(shutdown_timeout),
         ]
         if tenants is not None:
             arguments += ["--tenants", str(tenants)]
         for index, url in enumerate(urls):
             arguments += ["--prefill" if index < prefill else "--decode", url]
-        return Child("router", arguments, environment, port=port)
+        return Child("router", arguments, environment, port=port, stop_s=shutdown_timeout + STOP_S)
 
     in_json = log_format is Format.JSON
     children = vllm() if engine is Kind.VLLM else embedded()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvhandoff.cli.children import Child, ChildFailed, keep_running
+from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running
 from kvhandoff.cli.common import stop_event
 from kvhandoff.cli.doors import doors_folder
 from kvhandoff.cli.watch import kill_when_hung
@@ -32,7 +32,7 @@ def worker_arguments(given: Sequence[str], index: int, count: int, port: int, do
     return [*given, *own]
 
 
-async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> None:
+async def run_workers(count: int, host: str, port: int, *, shutdown_s: float, lifeline: bool) -> None:
     """Run `count` workers with this process's own command line until told to end; one that ends or
     hangs is started again. Prints where they serve, as a single router does.
 
@@ -43,7 +43,13 @@ async def run_workers(count: int, host: str, port: int, *, lifeline: bool) -> No
     with doors_folder() as doors, _hold(host, port) as held:
         port = held.getsockname()[1]
         workers = [
-            Child(f"worker {i}", worker_arguments(given, i, count, port, doors), dict(os.environ), port=port)
+            Child(
+                f"worker {i}",
+                worker_arguments(given, i, count, port, doors),
+                dict(os.environ),
+                port=port,
+                stop_s=shutdown_s + STOP_S,
+            )
             for i in range(count)
         ]
         await _keep(workers, doors, stop)

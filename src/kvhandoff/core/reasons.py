@@ -65,6 +65,7 @@ class Reason(StrEnum):
     DECODE_FAILED = "decode_failed"
     INDEX_TIMEOUT = "index_timeout"
     INDEX_FAILED = "index_failed"
+    SHUTDOWN = "shutdown"
     LIMITS_NOT_SHARED = "limits_not_shared"
     UNKNOWN = "unknown"
     """One of a newer version, which this one doesn't know."""

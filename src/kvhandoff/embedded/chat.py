@@ -23,7 +23,8 @@ class Message(msgspec.Struct, kw_only=True):
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """What the template gets: contents as one string, arguments of past tool calls as objects.
 
-    Text parts are joined by a newline, as vLLM does it for templates that take strings. Raises RequestError
+    Text parts are joined by a newline, as vLLM does it for templates that take strings. The content that a
+    message of tool calls alone doesn't have is an empty text: templates add it to others. Raises RequestError
     for parts that aren't text.
     """
     if not messages:
@@ -36,6 +37,7 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
     if message.content is None:
         if not message.tool_calls:
             raise invalid(f"{where}.content", None, "a string, or an array of text parts")
+        result["content"] = ""
     elif isinstance(message.content, str):
         result["content"] = message.content
     else:

@@ -264,10 +264,16 @@ def _num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int | None) 
     size = DEFAULT_KV_BYTES if kv_bytes is None else kv_bytes
     if size < layout.block_bytes:
         raise ConfigError(
-            f"kv_bytes: got {size}, but one block of {layout.block_size} tokens of this model "
-            f"takes {layout.block_bytes} bytes"
+            f"kv-memory, block-size: got {size / 2**30:.3g} GiB and blocks of {layout.block_size} tokens, "
+            f"allowed is {_gib_above(layout.block_bytes)} GiB or more (one such block of this model), "
+            "or smaller blocks"
         )
     return size // layout.block_bytes
+
+
+def _gib_above(size: int) -> str:
+    """Bytes in GiB, rounded up to thousandths."""
+    return f"{math.ceil(size / 2**30 * 1000) / 1000:g}"
 
 
 def _pool_tensor(layout: KVLayout, region: HostRegion) -> torch.Tensor:

@@ -3,6 +3,7 @@ are whole, streams, and what broke off."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.answers import Answer, whole
 from kvhandoff.router.engine import describe
 from kvhandoff.router.records import Draft, Records
-from kvhandoff.router.stream import Passage
+from kvhandoff.router.stream import Passage, shutting_down
 from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,15 @@ async def carry_through(
     except RequestError as error:
         status = error.status
         return wire.error_response(error, draft.headers())
+    except asyncio.CancelledError as error:
+        if not wire.is_cut_off(error):
+            raise
+        cut = shutting_down()
+        status = cut.status
+        draft.because(Reason.SHUTDOWN)
+        if draft.first_byte_s is not None:
+            raise  # in the middle of a stream: its connection is cut
+        return wire.error_response(cut, draft.headers())
     except ClientGone:
         return wire.Response(status=status)  # nobody receives it
     finally:
@@ -106,9 +116,9 @@ def passage_of(
 
 async def end_passage(passage: Passage, draft: Draft, name: object, engine: object, idle_s: float) -> Outcome:
     """What a carried stream, of the leg called `name`, comes to."""
-    if passage.broken is not None:
+    if passage.error is not None:
         log.warning("%s: %s: its stream broke off: %s", name, engine, passage.broken)
-        draft.because(Reason.DECODE_FAILED)
+        draft.because(passage.reason)
     if not draft.joinable and passage.scan.response_id is not None:
         draft.response_id = passage.scan.response_id
     return Outcome(await passage.end(idle_s), passage.status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
@@ -14,6 +15,8 @@ from kvhandoff.handoff.messages import OfferDescriptor
 from kvhandoff.router import wire
 from kvhandoff.router.engine import Engine, Role, describe, refuses_connection
 from kvhandoff.router.side import read_error
+
+log = logging.getLogger(__name__)
 
 FailureKind = Literal["refused", "not_sent", "ticket_refused", "broken", "late"]
 """`refused`: nothing listens there; `not_sent`: no connection for another cause, such as a burst that a live
@@ -185,13 +188,19 @@ def without_params(answer: Answer) -> Answer:
 def for_client(engine: Engine, answer: Answer) -> Answer:
     """An answer that is not 200, if the client is to have it: a 4xx, or a miss that the operator wants seen.
 
+    A miss's own message names engines and their addresses: it goes to the log, and clients hear the reason.
     Raises LegFailed for anything else.
     """
     error = read_error(answer.body)
     if answer.status == 403 and error.code == "bad_ticket":
         raise LegFailed(engine, "ticket_refused", error.message)
-    if 400 <= answer.status < 500 or (answer.status >= 500 and error.code in _MISSES):
+    if 400 <= answer.status < 500:
         return answer
+    if answer.status >= 500 and error.code in _MISSES:
+        log.warning("%s: %s", engine, error.message)
+        message = f"the prompt's KV can't be used ({error.code}), and on_miss is error"
+        miss = RequestError(message, code=str(error.code), kind="kv_miss")
+        return Answer(answer.status, "application/json", msgspec.json.encode(miss.body()))
     raise LegFailed(engine, "broken", f"status {answer.status} {error.message}".rstrip())
 
 

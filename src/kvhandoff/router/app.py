@@ -227,4 +227,6 @@ async def serve(config: RouterConfig) -> Server:
 
     Raises ConfigError when the address can't be had, or a file of `config.security` can't be used.
     """
-    return await serve_guarded(create_app(config), config.host, config.port, config.security, config.worker)
+    return await serve_guarded(
+        create_app(config), config.host, config.port, config.security, config.shutdown_s, config.worker
+    )

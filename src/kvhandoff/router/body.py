@@ -34,8 +34,7 @@ def read_model(fields: Fields, allowed: str) -> str:
     try:
         return _text.decode(fields["model"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        given = bytes(fields["model"]).decode(errors="replace")
-        shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
+        shown = shown_json(fields["model"])
         raise RequestError(f"model: got {shown}, allowed is a text: {allowed}", param="model") from error
 
 
@@ -43,6 +42,15 @@ def unknown_model(model: str, served: Iterable[str]) -> RequestError:
     """The 404 for a name that no decode engine serves."""
     why = invalid("model", model, ", ".join(sorted(served)) or "no name yet").message
     return RequestError(why, status=404, param="model", code="model_not_found")
+
+
+def shown_json(value: msgspec.Raw) -> str:
+    """A field's bad value, as a message shows it: its JSON, and of a long one the beginning."""
+    try:
+        text = bytes(value).decode()
+    except UnicodeDecodeError:
+        return "bytes that are not valid UTF-8"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 _SHOWN = 80

@@ -95,6 +95,9 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free one."""
+    shutdown_s: float = 2.0
+    """Requests under way have so long to end when the server is closed; then they are cut off with an error.
+    `kvhandoff router` gives them longer."""
     path: PathChoice = "auto"
     """The path of requests that don't force one with the header x-kvhandoff-path."""
     policies: Policies = Policies()
@@ -157,7 +160,7 @@ class RouterConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, allowed is 0 to 65535")
         positive = ("max_attempts", "poll_interval_s", "max_body_bytes", "max_records", "max_conversations")
-        for name in (*positive, "index_ttl_s"):
+        for name in (*positive, "index_ttl_s", "shutdown_s"):
             _check_positive(name, getattr(self, name))
         for item in fields(self.timeouts):
             _check_positive(f"timeouts.{item.name}", getattr(self.timeouts, item.name))

@@ -49,7 +49,7 @@ def guarded(
 
 
 async def serve_guarded(
-    site: wire.Site, host: str, port: int, security: Security, worker: Worker = _ALONE
+    site: wire.Site, host: str, port: int, security: Security, shutdown_s: float, worker: Worker = _ALONE
 ) -> wire.Server:
     """Start to listen. Raises ConfigError when the address, or the certificate, can't be used."""
     tls = listener_tls(security)
@@ -60,7 +60,8 @@ async def serve_guarded(
             log.warning("host %s without --tenants: whoever reaches this port may use all of it", host)
         elif tls is None:
             log.warning("host %s without --tls-cert: keys and prompts travel in the clear", host)
-    return await wire.serve(site, host, port, tls=None if tls is None else tls.value, door=worker.door())
+    certificate = None if tls is None else tls.value
+    return await wire.serve(site, host, port, shutdown_s=shutdown_s, tls=certificate, door=worker.door())
 
 
 def _sharing(limits: SharedCounts) -> wire.Lifespan:

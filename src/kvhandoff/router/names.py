@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.body import Fields
+from kvhandoff.router.body import Fields, shown_json
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.policy import RequestSummary
 
@@ -93,7 +93,8 @@ def names_of(
     """The names of a request's conversation.
 
     `tenant`: who has been authenticated, "" where nobody is. `key`: `key_of_names` where names leave the
-    process. Nothing is raised: what can't be read gives no name.
+    process. Messages that can't be read give no name; RequestError is raised for a client's own name that is
+    no text.
     """
     root = _root(tenant, summary.cache_salt, summary.model, key)
     name = given_name(fields, headers)
@@ -118,6 +119,12 @@ def given_name(fields: Fields, headers: Mapping[str, str]) -> bytes | None:
     return next((name.encode(errors="surrogatepass") for name in given if name), None)
 
 
+def check_names(fields: Fields) -> None:
+    """Raises RequestError for a name that is no text, whether it would be used or not."""
+    for field in ("conversation_id", "prompt_cache_key"):
+        _name(fields, field)
+
+
 def _name(fields: Fields, field: str) -> str:
     raw = fields.get(field)
     if raw is None or bytes(raw) == b"null":
@@ -125,8 +132,7 @@ def _name(fields: Fields, field: str) -> str:
     try:
         return msgspec.json.decode(raw, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        got = bytes(raw)[:80].decode(errors="replace")
-        raise RequestError(f"{field}: got {got}, allowed is a string", param=field) from error
+        raise RequestError(f"{field}: got {shown_json(raw)}, allowed is a string", param=field) from error
 
 
 @lru_cache(maxsize=1024)

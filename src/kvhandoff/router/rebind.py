@@ -10,7 +10,7 @@ from kvhandoff.core.reasons import Reason
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
-from kvhandoff.router.moves import Move, Rebound
+from kvhandoff.router.moves import Bound, Move, Rebound
 from kvhandoff.router.policy import Policies
 from kvhandoff.router.records import Draft
 
@@ -55,19 +55,28 @@ async def rebind(
         raise _refused(
             _NOT_BOUND if x.draft.decode is None else "its answer has begun, or it is being retried"
         )
-    leg = x.draft.decode
     x.move = move = Move(_target(x, bound.engine, fleet, policies, order))
-    # The engine decides: an answer that is not streamed shows nothing here until it is complete.
-    if leg is not None and not await bound.engine.yields(leg):
-        move.overtaken()
-        if x.move is move:
-            x.move = None
-    elif x.bound is bound:
-        bound.cut_short()
+    fleet.spawn(_carry_out(x, bound, move))
     moved = await move.done
     if moved is None:
         raise _refused("its answer has begun, or the request has ended")
     return moved
+
+
+async def _carry_out(x: Exchange, bound: Bound, move: Move) -> None:
+    """To its end, though whoever gave the order may leave: an engine that has been asked may have ended its
+    leg, which nobody but the router would begin again."""
+    leg, yielded = x.draft.decode, False
+    try:
+        # The engine decides: an answer that is not streamed shows nothing here until it is complete.
+        yielded = leg is None or await bound.engine.yields(leg)
+    finally:
+        if yielded and x.bound is bound:
+            bound.cut_short()
+        elif not yielded:
+            move.overtaken()
+            if x.move is move:
+                x.move = None
 
 
 _NOT_BOUND = "it has no decode engine yet"

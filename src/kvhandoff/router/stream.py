@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvhandoff.core.errors import RequestError, describe
+from kvhandoff.core.errors import RequestError, describe, unavailable
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.endpoints import Endpoint
@@ -142,6 +142,11 @@ _RESPONSE_ENDS = _ends(
 )  # JSON has no line ends inside its texts, so that these are no part of an answer
 
 
+def shutting_down() -> RequestError:
+    """What a client is told whose request is cut off since the router ends."""
+    return unavailable("the router ended before the answer was complete; try again", code=Reason.SHUTDOWN)
+
+
 class Passage:
     """Carries one stream from `engine` (its name for the client) to a client: `carry` it, then `end` it.
 
@@ -162,15 +167,17 @@ class Passage:
     ) -> None:
         self.response = wire.StreamResponse(headers)
         self.status = CLIENT_LEFT
-        """Of the record: 200, BROKEN_OFF or CLIENT_LEFT."""
+        """Of the record: 200, BROKEN_OFF, CLIENT_LEFT, or that of `shutting_down`."""
         self.broken: str | None = None
-        """Why the engine's stream broke off, in the network's words: for the log."""
+        """Why the stream broke off, in the network's words: for the log."""
+        self.error: RequestError | None = None
+        """As `broken`, in words for the client."""
+        self.reason = Reason.DECODE_FAILED
+        """Of a stream that broke off."""
         self.scan = FirstContent(endpoint)
         self._request = request
         self._endpoint = endpoint
         self._engine = engine
-        self._why = ""
-        """As `broken`, in words for the client."""
         self._on_byte = on_byte
         self._on_content = on_content
         self._on_done = on_done
@@ -203,6 +210,10 @@ class Passage:
                 await self._over
         except ClientGone:
             self._left()
+        except asyncio.CancelledError as error:
+            if not wire.is_cut_off(error):
+                raise
+            self._cut_off()
         finally:
             self.response.on_flow = None
             answer.stop()
@@ -216,10 +227,9 @@ class Passage:
         told from the text, so the connection is cut. So it is for a client that doesn't read.
         """
         try:
-            if self.broken is not None and self._last.tail.endswith(_EVENT_END):
-                error = RequestError(self._why, status=502, code=Reason.DECODE_FAILED, kind="engine_error")
+            if self.error is not None and self._last.tail.endswith(_EVENT_END):
                 name = b"event: error\n" if self._endpoint is Endpoint.RESPONSES else b""
-                self.response.write(name + b"data: " + msgspec.json.encode(error.body()) + _EVENT_END)
+                self.response.write(name + b"data: " + msgspec.json.encode(self.error.body()) + _EVENT_END)
             elif self.status != 200:
                 self.response.cut()
                 return self.response
@@ -291,7 +301,16 @@ class Passage:
 
     def _break(self, broken: str, what: str) -> None:
         self.status, self.broken = BROKEN_OFF, broken
-        self._why = f"{self._engine} {what} before its answer was complete"
+        why = f"{self._engine} {what} before its answer was complete"
+        self.error = RequestError(why, status=BROKEN_OFF, code=Reason.DECODE_FAILED, kind="engine_error")
+
+    def _cut_off(self) -> None:
+        """The router ends; the client is still there."""
+        if self._last.complete:
+            self.status = 200
+            return
+        self.error, self.reason = shutting_down(), Reason.SHUTDOWN
+        self.status, self.broken = self.error.status, "the router ends"
 
     def _done(self) -> None:
         if not self._over.done():

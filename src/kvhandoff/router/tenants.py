@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvhandoff.core.errors import ConfigError, RequestError
-from kvhandoff.router.body import Fields
+from kvhandoff.router.body import Fields, shown_json
 from kvhandoff.router.yaml_file import SECRET_CHARACTERS, read_yaml
 
 Role = Literal["client", "operator"]
@@ -148,7 +148,8 @@ def salted(fields: Fields, tenant: Tenant) -> Fields:
         if "cache_salt" in fields:
             own = _own_salt.decode(fields["cache_salt"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError("cache_salt: allowed is a text", param="cache_salt") from error
+        why = f"cache_salt: got {shown_json(fields['cache_salt'])}, allowed is a text"
+        raise RequestError(why, param="cache_salt") from error
     salt = _salt(tenant.name, tenant.salt, own) if own else _usual_salt(tenant.name, tenant.salt)
     return {**fields, "cache_salt": salt}
 

@@ -114,4 +114,4 @@ async def serve_upstream(config: UpstreamConfig, *, clock: Clock = monotonic) ->
     Raises ConfigError when the address can't be had, or a file of `config.security` can't be used.
     """
     app = create_upstream_app(config, clock=clock)
-    return await serve_guarded(app, config.host, config.port, config.security)
+    return await serve_guarded(app, config.host, config.port, config.security, config.shutdown_s)

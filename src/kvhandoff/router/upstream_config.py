@@ -73,6 +73,8 @@ class UpstreamConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free one."""
+    shutdown_s: float = 2.0
+    """As in `RouterConfig`."""
     path: PathChoice = "auto"
     """Of requests that don't force one. `auto`: the connector's own."""
     keep_references: bool = True

@@ -95,7 +95,9 @@ def _paths(binding: BindingChoice, target: EngineView, tokens: int) -> tuple[Pat
 
 def _decide(weighed: Weighed, source: EngineView, history: History | None) -> PathDecision:
     path = _PATHS[weighed.taken]
-    returns = history is None or weighed.taken != path or f"{path}+return" not in weighed.costs
+    # The history stays where it is if fetching it was an option, and the same path without it costs less.
+    declined = weighed.taken == path and f"{path}+return" in weighed.costs
+    returns = history is None or not declined
     reason = Reason.LOCAL_CHEAPER if path == "local" else None
     return PathDecision(path, reason, returns, weighed, source)
 

@@ -5,6 +5,7 @@ two parsers might read differently is refused (`framing.py`).
 """
 
 from kvhandoff.router.wire.client import BrokenOff, Client, LegAnswer, NotConnected
+from kvhandoff.router.wire.ending import is_cut_off
 from kvhandoff.router.wire.headers import Headers
 from kvhandoff.router.wire.messages import (
     Handler,
@@ -37,6 +38,7 @@ __all__ = [
     "StreamResponse",
     "error_response",
     "get",
+    "is_cut_off",
     "json_response",
     "post",
     "read_body",

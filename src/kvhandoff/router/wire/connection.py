@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
         version = parser.get_http_version()
         try:
             check_request(version, self._pairs)
-            path, _, query = _target(self._url).partition("?")
+            path = _target(self._url).partition("?")[0]
         except BadFraming as refusal:
             self._refusal = refusal
             return
@@ -188,7 +188,6 @@ class Connection(asyncio.Protocol):
             self,
             parser.get_method().decode("ascii"),
             unquote(path, errors="surrogateescape") if "%" in path else path,
-            query,
             version,
             Headers(self._pairs),
             keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),

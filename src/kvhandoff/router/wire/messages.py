@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -50,7 +49,6 @@ class Request:
         "method",
         "page",
         "path",
-        "query_string",
         "version",
     )
 
@@ -59,7 +57,6 @@ class Request:
         connection: Connection,
         method: str,
         path: str,
-        query_string: str,
         version: str,
         headers: Headers,
         *,
@@ -69,7 +66,6 @@ class Request:
         self.method = method
         self.path = path
         """Percent-decoded."""
-        self.query_string = query_string
         self.version = version
         """`1.1` or `1.0`."""
         self.headers = headers
@@ -97,11 +93,6 @@ class Request:
 
     def __setitem__(self, key: Key[_Value], value: _Value) -> None:
         self._values[key] = value
-
-    @property
-    def query(self) -> dict[str, str]:
-        """The query's fields."""
-        return dict(parse_qsl(self.query_string, keep_blank_values=True))
 
     @property
     def content_length(self) -> int | None:

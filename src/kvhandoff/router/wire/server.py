@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from kvhandoff.router.wire.connection import Connection
+from kvhandoff.router.wire.ending import cut_off
 from kvhandoff.router.wire.messages import Request, Response, StreamResponse
 from kvhandoff.router.wire.site import Site
 from kvhandoff.web import cannot_listen
 
 _LOOK_S = 1.0
 """Between two looks for connections whose time is up."""
+_CUT_S = 2.0
+"""Handlers that are cancelled have so long to tell their clients and engines."""
 _FLUSH_S = 0.5
 """The last answers have so long to go out when a server closes."""
 _BACKLOG = 1024
@@ -79,7 +82,7 @@ class Server:
             self._empty.set()
 
     async def close(self) -> None:
-        """Stop listening, give running requests a moment, end what is left."""
+        """Stop listening, give running requests their time, end what is left."""
         self.closing = True
         for listener in self._listeners:
             listener.close()
@@ -89,9 +92,9 @@ class Server:
         if running:
             _, running = await asyncio.wait(running, timeout=self._shutdown_s)
         for task in running:
-            task.cancel()
+            cut_off(task)
         if running:
-            await asyncio.wait(running, timeout=self._shutdown_s)
+            await asyncio.wait(running, timeout=_CUT_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_S):
                 await self._empty.wait()
@@ -131,8 +134,8 @@ async def serve(
     """Start to listen; requests are cancelled when their client leaves.
 
     `door`: a Unix socket where the same pages are; with one, other processes may listen at the same port, and
-    share what comes in. At the end running requests have up to twice `shutdown_s`: to end by themselves,
-    then to be cancelled.
+    share what comes in. At the end running requests have `shutdown_s` to end by themselves; what is left is
+    cancelled, and can tell that by `is_cut_off`.
 
     Raises ConfigError when the address can't be had.
     """
