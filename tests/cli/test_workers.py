@@ -161,3 +161,13 @@ async def test_a_worker_hangs_when_it_misses_several_times_in_a_row(
             watching.cancel()
             worker.kill()
             await worker.ended()
+
+
+async def test_a_worker_that_is_ending_does_not_hang(tmp_path: Path) -> None:
+    """It has closed its door, and still has requests under way."""
+    door = tmp_path / "0.sock"
+    async with await asyncio.start_unix_server(lambda *_: None, door):
+        pass
+    assert await watch.answers(door)  # refused
+    door.unlink(missing_ok=True)
+    assert await watch.answers(door)  # gone

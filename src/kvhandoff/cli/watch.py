@@ -29,14 +29,14 @@ async def kill_when_hung(worker: Child, door: Path) -> None:
         if not worker.serves or worker.process is not process:  # it starts, or is another life
             process, missed = worker.process, 0
             continue
-        missed = 0 if await _answers(door) else missed + 1
+        missed = 0 if await answers(door) else missed + 1
         if missed >= MISSES and worker.serves and worker.process is process:
             log.warning("%s gave no answer %d times in a row; it is killed", worker.name, missed)
             worker.kill()
 
 
-async def _answers(door: Path) -> bool:
-    """Whatever its answer is. A connection for each question: an old one may be of another life."""
+async def answers(door: Path) -> bool:
+    """Whether it does not hang. A connection for each question: an old one may be of another life."""
     try:
         async with (
             asyncio.timeout(ANSWER_S),
@@ -44,5 +44,7 @@ async def _answers(door: Path) -> bool:
             session.get("http://worker/health", allow_redirects=False),
         ):
             return True
+    except aiohttp.ClientConnectorError as error:  # nobody listens any more: it is ending, by itself
+        return isinstance(error.os_error, ConnectionRefusedError | FileNotFoundError)
     except (aiohttp.ClientError, OSError):  # which a timeout is, too
         return False
