@@ -9,13 +9,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError, unavailable
+from kvhandoff.core.errors import RequestError, describe, unavailable
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
 from kvhandoff.router.access import CALLER, Caller
 from kvhandoff.router.answers import Answer, whole
-from kvhandoff.router.engine import describe
 from kvhandoff.router.records import Draft, Records
 from kvhandoff.router.stream import Passage, shutting_down
 from kvhandoff.web import CLIENT_LEFT, ClientGone

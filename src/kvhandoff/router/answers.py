@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import RequestError, describe
 from kvhandoff.core.ids import HandoffKey
 from kvhandoff.core.reasons import Reason
 from kvhandoff.handoff.messages import OfferDescriptor
 from kvhandoff.router import wire
-from kvhandoff.router.engine import Engine, Role, describe, refuses_connection
+from kvhandoff.router.engine import Engine, Role, refuses_connection
 from kvhandoff.router.side import read_error
 
 log = logging.getLogger(__name__)

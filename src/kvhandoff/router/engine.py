@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import describe as describe
+from kvhandoff.core.errors import describe
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity, new_handoff_id
 from kvhandoff.core.records import EngineState, LegRecord
 from kvhandoff.handoff.events import Retention

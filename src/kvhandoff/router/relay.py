@@ -34,6 +34,7 @@ import logging
 from typing import Literal
 
 from kvhandoff.core.clock import Clock
+from kvhandoff.core.errors import describe
 from kvhandoff.core.ids import HandoffId, new_handoff_id
 from kvhandoff.core.phases import PhaseTimer
 from kvhandoff.core.reasons import Reason
@@ -45,7 +46,7 @@ from kvhandoff.router.answers import LegFailed
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.dispatch import Dispatcher
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.engine import Engine, describe
+from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Moved

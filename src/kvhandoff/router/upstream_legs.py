@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import RequestError, describe
 from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
@@ -22,7 +22,7 @@ from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.deadline import Deadline, Deadlines
-from kvhandoff.router.engine import describe, refuses_connection
+from kvhandoff.router.engine import refuses_connection
 from kvhandoff.router.legs import leg_headers
 from kvhandoff.router.policy import RequestSummary
 from kvhandoff.router.records import Draft, LegRef

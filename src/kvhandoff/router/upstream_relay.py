@@ -25,7 +25,7 @@ import logging
 import msgspec
 
 from kvhandoff.core.clock import Clock
-from kvhandoff.core.errors import RequestError
+from kvhandoff.core.errors import RequestError, describe
 from kvhandoff.core.ids import EngineId, Epoch, Identity, new_handoff_id
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
@@ -34,7 +34,6 @@ from kvhandoff.router.access import CALLER
 from kvhandoff.router.answering import Outcome, carry_through, no_decode_engine, pass_on
 from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.engine import describe
 from kvhandoff.router.policy import (
     PATH_HEADER,
     FleetView,
