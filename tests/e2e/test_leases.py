@@ -122,7 +122,7 @@ async def test_offer_that_expires_behind_the_router(
             assert record["reasons"] == ["forced", "offer_expired"]
         else:
             assert (status, answer["error"]["code"]) == (503, "offer_expired")
-            assert "on_miss is 'error'" in answer["error"]["message"]
+            assert "on_miss is error" in answer["error"]["message"]
         await deployment.settled()
 
 
