@@ -47,6 +47,14 @@ async def test_each_path_has_its_order_on_the_same_engines(cluster: Any, stream:
             assert (record["kv_source"], record["attempts"]) == ("transferred", 1)
 
 
+async def taken(c: Any) -> tuple[str, bool]:
+    """The path of a prompt now, and whether a push is expected to be faster than a pull."""
+    _, answer = await c.post(c.body(prompt=TOKENS))
+    record = await c.record(answer["id"])
+    ttft = record["expected"]["ttft_s"]
+    return record["path"], ttft["push"] < ttft["pull"]
+
+
 async def test_push_is_left_where_it_is_known_to_lose(cluster: Any) -> None:
     """Its writes are seen late at this decode engine: the next prompt is pulled, and its record says why."""
     async with cluster(poll_interval_s=0.01) as c:
@@ -54,10 +62,7 @@ async def test_push_is_left_where_it_is_known_to_lose(cluster: Any) -> None:
         await reported(c.d)
         paths = []
         for _ in range(2):
-            _, answer = await c.post(c.body(prompt=TOKENS))
-            record = await c.record(answer["id"])
-            ttft = record["expected"]["ttft_s"]
-            paths.append((record["path"], ttft["push"] < ttft["pull"]))
+            paths.append(await taken(c))
             for _ in range(100):
                 phases = {"write_tail": 0.0, "detect": 5.0}
                 account(c.d, "decode", phases, bytes=10**6, early_bytes=10**6, transferred_tokens=1000)
@@ -80,10 +85,7 @@ async def test_push_is_left_where_its_prefill_leg_is_known_to_begin_late(cluster
         c.d.note = late
         paths = []
         for _ in range(2):
-            _, answer = await c.post(c.body(prompt=TOKENS))
-            record = await c.record(answer["id"])
-            ttft = record["expected"]["ttft_s"]
-            paths.append((record["path"], ttft["push"] < ttft["pull"]))
+            paths.append(await taken(c))
             for _ in range(10):
                 _, answer = await c.post(c.body(prompt=TOKENS), headers={"x-kvhandoff-path": "push"})
                 record = await c.record(answer["id"])
