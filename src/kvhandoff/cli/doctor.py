@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, ClusterKeyFile, cluster_key
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import check_once
 
 
 def doctor(
@@ -29,10 +29,7 @@ def doctor(
     from kvhandoff.router.address import parse_address
 
     addresses = [parse_address("engine", text) for text in engine]
-    urls = [address.url for address in addresses]
-    twice = sorted({url for url in urls if urls.count(url) > 1})
-    if twice:
-        raise ConfigError(f"engine: got {', '.join(twice)} more than once, allowed is once")
+    check_once([address.url for address in addresses], where="engine: ")
     given = cluster_key_file is not None or os.environ.get(CLUSTER_KEY_ENV)
     key = cluster_key(cluster_key_file) if given else None
 

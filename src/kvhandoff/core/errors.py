@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from reprlib import Repr
 from typing import Any
 
@@ -45,6 +46,13 @@ class KVHandoffError(Exception):
 
 class ConfigError(KVHandoffError):
     """A flag, file or model that can't be used. The command line prints it and exits with 2."""
+
+
+def check_once(given: Iterable[str], *, where: str = "") -> None:
+    """Raises ConfigError for values that stand in `given` more than once; `where`: before its message."""
+    twice = sorted(value for value, times in Counter(given).items() if times > 1)
+    if twice:
+        raise ConfigError(f"{where}got {', '.join(twice)} more than once, allowed is once")
 
 
 class RequestError(KVHandoffError):

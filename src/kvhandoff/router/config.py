@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import ConfigError, check_once
 from kvhandoff.core.urls import check_host
 from kvhandoff.handoff.settings import HandoffSettings
 from kvhandoff.handoff.tickets import MissPolicy
@@ -145,9 +145,7 @@ class RouterConfig:
         given = [address.url for address in self.prefill_addresses + self.decode_addresses]
         given += [str(name) for name in self.prefill_names + self.decode_names]
         given += [a.internal for a in self.prefill_addresses + self.decode_addresses if a.internal]
-        twice = sorted({url for url in given if given.count(url) > 1})
-        if twice:
-            raise ConfigError(f"prefill, decode: got {', '.join(twice)} more than once, allowed is once")
+        check_once(given, where="prefill, decode: ")
         if not self.cluster_key:
             raise ConfigError("cluster_key: got an empty key, allowed is one byte or more")
         check_host("host", self.host)

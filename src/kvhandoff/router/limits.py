@@ -155,16 +155,21 @@ class Meter:
     ) -> None:
         """`processes`: how many share the limits without counting together; each admits its part of them."""
         self.name = name
-        self.limits = limits
-        """As the tenant's; what is applied here is its part."""
         self.usage = Usage(at=clock())
         self._clock = clock
         self._shared = shared
         self._processes = processes
+        self.limits = limits
 
     @property
-    def _part(self) -> Limits:
-        return self.limits.shared_by(self._processes)
+    def limits(self) -> Limits:
+        """As the tenant's; what is applied here is its part."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._part = limits.shared_by(self._processes)
 
     async def open(self, on_reason: Callable[[Reason], None]) -> Charge:
         """One more request; `on_reason` hears why the other routers' requests don't count. Raises

@@ -30,7 +30,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvhandoff.core.errors import ConfigError, RequestError
+from kvhandoff.core.errors import ConfigError, RequestError, check_once
 from kvhandoff.router.body import Fields, shown_json
 from kvhandoff.router.yaml_file import SECRET_CHARACTERS, read_yaml
 
@@ -88,10 +88,7 @@ class Tenants:
             _, other = self._by_hash.setdefault(digest, (digest, tenant))
             if other is not tenant:
                 raise ConfigError(f"{tenant.name} and {other.name} have the same key, allowed is one of them")
-        if len(self.by_name) < len(file.tenants):
-            names = [tenant.name for tenant in file.tenants]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(f"got {', '.join(twice)} more than once, allowed is once")
+        check_once([tenant.name for tenant in file.tenants])
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self.by_name.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.errors import ConfigError, check_once
 from kvhandoff.core.urls import check_host
 from kvhandoff.router.config import PAIR_TEST_CHOICES, PairTestChoice, Timeouts
 from kvhandoff.router.policy import PathChoice
@@ -100,9 +100,7 @@ class UpstreamConfig:
             raise ConfigError("decode: got no URL, allowed is one URL or more")
         check_host("host", self.host)
         given = [address.url for address in self.prefill + self.decode]
-        twice = sorted({url for url in given if given.count(url) > 1})
-        if twice:
-            raise ConfigError(f"prefill, decode: got {', '.join(twice)} more than once, allowed is once")
+        check_once(given, where="prefill, decode: ")
         if self.connector not in UPSTREAM_CONNECTORS:
             allowed = ", ".join(UPSTREAM_CONNECTORS)
             raise ConfigError(f"connector: got {self.connector!r}, allowed is {allowed}")
