@@ -22,10 +22,8 @@ TEXT: list[Any] = [
 def decode(endpoint: Endpoint = Endpoint.CHAT, integration: Any = "vllm", **client: Any) -> dict[str, Any]:
     fields = parse_body(msgspec.json.encode(client))
     salt = client.get("cache_salt") or ""
-    body = dialect_of(integration, endpoint).decode(
-        fields, "h", salt if isinstance(salt, str) else "", "p.s", IDS
-    )
-    return msgspec.json.decode(body)  # type: ignore[no-any-return]
+    body = dialect_of(integration, endpoint).decode(fields, "h", salt if isinstance(salt, str) else "")
+    return msgspec.json.decode(body.sealed("p.s", IDS))  # type: ignore[no-any-return]
 
 
 def prefill(endpoint: Endpoint = Endpoint.CHAT, integration: Any = "vllm", **client: Any) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def test_the_ticket_s_salt_wins() -> None:
     fields = parse_body(b'{"cache_salt":"client"}')
     for body in (
         dialect_of("vllm", Endpoint.CHAT).prefill(fields, "h", "ticket", "p.s"),
-        dialect_of("vllm", Endpoint.CHAT).decode(fields, "h", "ticket", "p.s", None),
+        dialect_of("vllm", Endpoint.CHAT).decode(fields, "h", "ticket").sealed("p.s", None),
     ):
         assert msgspec.json.decode(body)["cache_salt"] == "ticket"
     assert fields == {"cache_salt": msgspec.Raw(b'"client"')}
@@ -122,5 +120,5 @@ def test_a_response_is_named_in_its_body() -> None:
 
 def test_without_a_ticket() -> None:
     fields = parse_body(b'{"prompt":["a","b"],"cache_salt":"s","kv_transfer_params":{"a":1}}')
-    body = dialect_of("vllm", Endpoint.COMPLETIONS).decode(fields, "h", "s", None, None)
+    body = dialect_of("vllm", Endpoint.COMPLETIONS).decode(fields, "h", "s").sealed(None, None)
     assert msgspec.json.decode(body) == {"prompt": ["a", "b"], "cache_salt": "s"}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvhandoff.router import wire
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.stream import BROKEN_OFF, FirstContent, LastEvent, Passage
 from kvhandoff.web import CLIENT_LEFT
@@ -77,6 +78,9 @@ class Loop:
         self.alarms.append((when, callback))
         return self
 
+    def call_later(self, seconds: float, callback: Any) -> Any:
+        return self.call_at(self.now + seconds, callback)
+
     def cancel(self) -> None:
         """Of an alarm."""
 
@@ -84,13 +88,11 @@ class Loop:
 class Answer:
     """Of an engine, poured by the test."""
 
-    complete = False
-
-    def __init__(self) -> None:
+    def __init__(self, status: int = 200, content_type: str = "text/event-stream") -> None:
+        self.status = status
+        self.content_type = content_type
+        self.headers = {"Content-Type": f"{content_type}; charset=utf-8", "Server": "engine"}
         self.flows: list[bool] = []
-
-    def pour(self, sink: Any) -> None:
-        self.sink = sink
 
     def flow(self, room: bool) -> None:
         self.flows.append(room)
@@ -103,6 +105,9 @@ class Response:
     on_flow: Any = None
     written = b""
 
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+
     def prepare(self, request: Any) -> None:
         """It is."""
 
@@ -110,21 +115,105 @@ class Response:
         self.written += piece
 
 
+def made(idle_s: float, *calls: Any) -> Any:
+    """A passage whose engine has been asked. `calls`: on its first byte, first content and last event."""
+    request: Any = None
+    calls = calls or (lambda: None, lambda: None, lambda: None)
+    passage: Any = Passage(request, CHAT, "decode engine d", {}, idle_s, *calls)
+    passage.response, passage._loop = Response(), Loop()
+    return passage
+
+
 async def passing(idle_s: float) -> tuple[Any, Any, Any, asyncio.Task[None]]:
     """A passage under way that has written "a", its clock, its engine's answer, and its task."""
-    request: Any = None
-    passage: Any = Passage(request, CHAT, "decode engine d", {}, lambda: None, lambda: None, lambda: None)
-    passage.response, passage._loop, answer = Response(), Loop(), Answer()
-    task = asyncio.create_task(passage.carry(b"a", answer, idle_s))
+    passage, answer = made(idle_s), Answer()
+    assert passage.begin(answer)
+    passage.take(b"a", last=False)
+    task = asyncio.create_task(passage.carry())
     await asyncio.sleep(0)
     return passage, passage._loop, answer, task
 
 
+async def test_the_first_piece_is_written_as_it_comes() -> None:
+    """With the headers of the engine's that matter, and before anybody hears of it."""
+    heard: list[tuple[str, bytes]] = []
+
+    def hear(what: str) -> Any:
+        return lambda: heard.append((what, passage.response.written))
+
+    passage = made(5.0, hear("byte"), hear("content"), hear("done"))
+    assert not passage.open
+    assert passage.begin(Answer())
+    assert passage.open
+    assert passage.response.headers == {"Content-Type": "text/event-stream; charset=utf-8"}
+    assert heard == []
+    passage.take(TEXT, last=False)
+    passage.take(b"data: [DONE]\n\n", last=True)
+    done = TEXT + b"data: [DONE]\n\n"
+    assert heard == [("byte", TEXT), ("content", TEXT), ("done", done)]
+    passage.finish(None)
+    await passage.carry()
+    assert passage.status == 200
+
+
+@pytest.mark.parametrize("answer", [Answer(status=503), Answer(content_type="application/json")])
+async def test_what_is_no_stream_does_not_come_this_way(answer: Any) -> None:
+    passage = made(5.0)
+    assert not passage.begin(answer)
+    assert not passage.open
+
+
+@pytest.mark.parametrize("error", [wire.BrokenOff("reset"), None])
+async def test_a_stream_that_ends_before_its_first_piece(error: wire.BrokenOff | None) -> None:
+    """Another attempt may do better: the client has seen nothing."""
+    passage = made(5.0)
+    assert passage.begin(Answer())
+    passage.finish(error)
+    with pytest.raises(wire.BrokenOff, match="reset" if error else "before the first byte"):
+        await passage.carry()
+    assert passage.response.written == b""
+
+
+async def test_a_leg_that_is_given_up_writes_nothing() -> None:
+    """Its first piece comes when it is as good as cancelled: the next attempt's may be the client's."""
+    passage: Any = None
+
+    async def leg() -> None:
+        nonlocal passage
+        passage = made(5.0)
+        assert passage.begin(Answer())
+        await passage.carry()
+
+    task = asyncio.create_task(leg())
+    await asyncio.sleep(0)
+    task.cancel()
+    passage.take(b"a", last=False)
+    assert passage.response.written == b""
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_wait_for_the_first_piece_is_not_the_passage_s() -> None:
+    passage = made(5.0)
+    assert passage.begin(Answer())
+    task = asyncio.create_task(passage.carry())
+    await asyncio.sleep(0)
+    for passage._loop.now in (5.0, 10.0):
+        passage._loop.alarms.pop()[1]()
+        await asyncio.sleep(0)
+        assert not task.done()
+    passage.take(b"a", last=False)
+    passage._loop.now = 15.0
+    passage._loop.alarms.pop()[1]()
+    await task
+    assert passage.status == BROKEN_OFF
+
+
 async def test_every_piece_moves_the_deadline() -> None:
     """A long stream is bounded between its pieces, not as a whole."""
-    passage, loop, answer, task = await passing(5.0)
+    passage, loop, _, task = await passing(5.0)
     for loop.now, piece in ((4.0, b"b"), (8.0, b"c")):
-        answer.sink.take(piece, last=False)
+        passage.take(piece, last=False)
     when, look = loop.alarms.pop()
     assert when == 5.0
     look()
@@ -161,7 +250,7 @@ async def test_a_client_that_takes_some_again() -> None:
     loop.now = 8.0
     loop.alarms.pop()[1]()
     assert not task.done()
-    answer.sink.finish(None)
+    passage.finish(None)
     await task
     assert passage.status == 200
 

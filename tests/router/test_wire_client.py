@@ -30,7 +30,8 @@ async def ask(pieces: list[bytes], *, eof: bool = False) -> tuple[tuple[int, byt
     wire = Wire(connection)
 
     async def read() -> tuple[int, bytes]:
-        answer = await connection.ask(HEAD, b"x")
+        connection.ask(HEAD, b"x")
+        answer = await connection.answered()
         return answer.status, await answer.read()
 
     reading = asyncio.ensure_future(read())
@@ -138,11 +139,10 @@ def test_random_damage(raw: bytes, mutations: Any, cuts: list[int]) -> None:
 async def test_an_answer_that_nobody_takes_is_not_read_on() -> None:
     connection = LegConnection()
     wire = Wire(connection)
-    asking = asyncio.ensure_future(connection.ask(HEAD, b"x"))
-    await asyncio.sleep(0)
+    connection.ask(HEAD, b"x")
     size = MAX_HELD_BYTES + 1
     await wire.feed([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (size + 3), b"x" * size])
-    answer = await asking
+    answer = await connection.answered()
     assert not wire.reading
     assert await answer.readany() == b"x" * size
     assert wire.reading
@@ -152,10 +152,16 @@ async def test_an_answer_that_nobody_takes_is_not_read_on() -> None:
 
 
 class Bucket:
-    def __init__(self) -> None:
+    def __init__(self, *, wants: bool = True) -> None:
+        self.wants = wants
+        self.answers: list[LegAnswer] = []
         self.pieces: list[bytes] = []
         self.lasts: list[bool] = []
         self.ends: list[BrokenOff | None] = []
+
+    def begin(self, answer: LegAnswer) -> bool:
+        self.answers.append(answer)
+        return self.wants
 
     def take(self, piece: bytes, *, last: bool) -> None:
         self.pieces.append(piece)
@@ -165,17 +171,25 @@ class Bucket:
         self.ends.append(error)
 
 
-async def test_pouring() -> None:
-    """What was in, and each piece as it comes, chunks of one read together."""
-    connection, bucket = LegConnection(), Bucket()
+async def asked(bucket: Bucket) -> tuple[LegConnection, Wire, asyncio.Future[LegAnswer]]:
+    connection = LegConnection()
     wire = Wire(connection)
-    asking = asyncio.ensure_future(connection.ask(HEAD, b"x"))
+    connection.ask(HEAD, b"x")
+    asking = asyncio.ensure_future(connection.answered(bucket))
     await asyncio.sleep(0)
+    return connection, wire, asking
+
+
+async def test_pouring() -> None:
+    """Each piece as it comes, no task being woken for the first either; chunks of one read together."""
+    bucket = Bucket()
+    connection, wire, asking = await asked(bucket)
     head = CHUNKED.partition(b"\r\n\r\n")[0]
-    await wire.feed([head + b"\r\n\r\n2\r\nHe\r\n"])
-    answer: LegAnswer = await asking
-    answer.pour(bucket)
+    connection.data_received(head + b"\r\n\r\n2\r\nHe\r\n")
+    assert not asking.done()
     assert bucket.pieces == [b"He"]
+    answer = await asking
+    assert bucket.answers == [answer]
     connection.data_received(b"1\r\nl\r\n1\r\nl\r\n")
     connection.data_received(b"1\r\no\r\n")
     assert bucket.pieces == [b"He", b"ll", b"o"]
@@ -191,15 +205,32 @@ async def test_pouring() -> None:
 @pytest.mark.parametrize(("after", "last"), [(b"", True), (b"HTTP/1.1 200 OK\r\n", False)])
 async def test_a_last_piece_is_known_by_what_comes_with_it(after: bytes, last: bool) -> None:
     """Its end came in one read, and nothing that makes the answer doubtful."""
-    connection, bucket = LegConnection(), Bucket()
-    wire = Wire(connection)
-    asking = asyncio.ensure_future(connection.ask(HEAD, b"x"))
-    await asyncio.sleep(0)
+    bucket = Bucket()
+    connection, wire, _ = await asked(bucket)
     await wire.feed([CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n1\r\na\r\n"])
-    (await asking).pour(bucket)
     connection.data_received(b"1\r\nb\r\n0\r\n\r\n" + after)
     assert (bucket.pieces, bucket.lasts) == ([b"a", b"b"], [False, last])
     assert [error is None for error in bucket.ends] == [last]
+
+
+async def test_an_answer_that_is_not_for_the_sink_is_read() -> None:
+    bucket = Bucket(wants=False)
+    _, wire, asking = await asked(bucket)
+    await wire.feed([SIZED])
+    assert await (await asking).read() == b"hello"
+    assert (len(bucket.answers), bucket.pieces, bucket.ends) == (1, [], [])
+
+
+async def test_a_sink_is_for_one_answer() -> None:
+    bucket = Bucket()
+    connection, wire, asking = await asked(bucket)
+    await wire.feed([SIZED])
+    await asking
+    connection.rest()
+    connection.ask(HEAD, b"x")
+    await wire.feed([SIZED])
+    assert await (await connection.answered()).read() == b"hello"
+    assert bucket.pieces == [b"hello"]
 
 
 async def test_a_large_body_goes_as_the_engine_takes_it() -> None:
@@ -207,7 +238,8 @@ async def test_a_large_body_goes_as_the_engine_takes_it() -> None:
     wire = Wire(connection)
     connection.pause_writing()
     body = b"x" * (3 << 20)
-    asking = asyncio.ensure_future(connection.ask(HEAD, body))
+    connection.ask(HEAD, body)
+    asking = asyncio.ensure_future(connection.answered())
     await quiet()
     assert len(wire.written) == len(HEAD) + (1 << 20)
     connection.resume_writing()
@@ -222,7 +254,8 @@ async def test_an_engine_that_answers_before_it_has_all() -> None:
     connection = LegConnection()
     wire = Wire(connection)
     connection.pause_writing()
-    asking = asyncio.ensure_future(connection.ask(HEAD, b"x" * (3 << 20)))
+    connection.ask(HEAD, b"x" * (3 << 20))
+    asking = asyncio.ensure_future(connection.answered())
     await quiet()
     await wire.feed([SIZED])
     answer = await asking
@@ -247,13 +280,13 @@ async def test_connections_are_kept_and_nothing_is_left() -> None:
     client = Client(1.0)
     async with server:
         for _ in range(3):
-            async with client.post(url, data=b"x", headers={}) as answer:
-                assert await answer.read() == b"hello"
+            async with client.post(url, data=b"x", headers={}) as leg:
+                assert await (await leg.answer()).read() == b"hello"
         assert len(ports) == 1
         async with client.post(url, data=b"x", headers={}), client.post(url, data=b"x", headers={}):
             pass  # answers that nobody has read to their end may not be mixed up with the next
-        async with client.post(url, data=b"x", headers={}) as answer:
-            assert await answer.read() == b"hello"
+        async with client.post(url, data=b"x", headers={}) as leg:
+            assert await (await leg.answer()).read() == b"hello"
         await client.close()
 
 

@@ -21,10 +21,6 @@ from kvhandoff.web import CLIENT_LEFT, ClientGone
 
 log = logging.getLogger(__name__)
 
-EVENT_STREAM = "text/event-stream"
-_KEPT_HEADERS = ("Content-Type", "Cache-Control")
-"""Of an engine's stream, for the client."""
-
 
 class Outcome(NamedTuple):
     """A response, and the status that its record is closed with."""
@@ -83,17 +79,20 @@ async def read_whole(upstream: wire.LegAnswer, draft: Draft, name: object, engin
 
 def passage_of(
     request: wire.Request,
-    upstream: wire.LegAnswer,
     draft: Draft,
     engine: object,
     timer: PhaseTimer,
     clock: Clock,
+    idle_s: float,
+    on_byte: Callable[[], None],
     on_content: Callable[[], None] | None = None,
 ) -> Passage:
-    """The way of a stream that has begun to the client. `on_content`: called with its first content."""
+    """The way of a stream to the client; `idle_s`: see `Passage`. `on_byte`: called when it has begun;
+    `on_content`: with its first content."""
 
     def first_byte() -> None:
         draft.first_byte_s = clock() - timer.started
+        on_byte()
 
     def first_content() -> None:
         if on_content is not None:
@@ -105,22 +104,17 @@ def passage_of(
         draft.complete = True
 
     named = str(engine) if request[CALLER].operator else "the decode engine"
-    headers = draft.headers()
-    for name in _KEPT_HEADERS:
-        value = upstream.headers.get(name)
-        if value is not None:
-            headers[name] = value
-    return Passage(request, draft.endpoint, named, headers, first_byte, first_content, done)
+    return Passage(request, draft.endpoint, named, draft.headers(), idle_s, first_byte, first_content, done)
 
 
-async def end_passage(passage: Passage, draft: Draft, name: object, engine: object, idle_s: float) -> Outcome:
+async def end_passage(passage: Passage, draft: Draft, name: object, engine: object) -> Outcome:
     """What a carried stream, of the leg called `name`, comes to."""
     if passage.error is not None:
         log.warning("%s: %s: its stream broke off: %s", name, engine, passage.broken)
         draft.because(passage.reason)
     if not draft.joinable and passage.scan.response_id is not None:
         draft.response_id = passage.scan.response_id
-    return Outcome(await passage.end(idle_s), passage.status)
+    return Outcome(await passage.end(), passage.status)
 
 
 def no_decode_engine(

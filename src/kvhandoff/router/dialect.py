@@ -15,6 +15,7 @@ A vLLM engine differs from an embedded one in this:
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,6 +50,20 @@ class _Message(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 
 
+class Unsealed(NamedTuple):
+    """A leg's body, which lacks its ticket."""
+
+    fields: Fields
+    takes_ids: bool
+    """Whether the engine understands the prefill engine's token ids, and they say all."""
+
+    def sealed(self, ticket: str | None, prompt_token_ids: msgspec.Raw | None) -> bytes:
+        """What is sent. Without a ticket the engine serves it like anybody's."""
+        if ticket is None:
+            return leg_body(self.fields, None)
+        return leg_body(self.fields, TicketParams(ticket, prompt_token_ids if self.takes_ids else None))
+
+
 class Dialect:
     """The bodies of the legs of requests to one endpoint, for engines of one integration."""
 
@@ -63,20 +78,10 @@ class Dialect:
         fields = self._named(self._rewriting.prefill(client), handoff_id, cache_salt)
         return leg_body(fields, TicketParams(ticket))
 
-    def decode(
-        self,
-        client: Fields,
-        handoff_id: str,
-        cache_salt: str,
-        ticket: str | None,
-        prompt_token_ids: msgspec.Raw | None,
-    ) -> bytes:
-        """The body of a decode or local leg. Without a ticket the engine serves it like anybody's."""
+    def decode(self, client: Fields, handoff_id: str, cache_salt: str) -> Unsealed:
+        """The body of a decode or local leg."""
         fields = self._named(self._rewriting.decode(client), handoff_id, cache_salt)
-        if ticket is None:
-            return leg_body(fields, None)
-        takes_ids = not self._vllm or (self._endpoint is Endpoint.CHAT and _is_text(client))
-        return leg_body(fields, TicketParams(ticket, prompt_token_ids if takes_ids else None))
+        return Unsealed(fields, not self._vllm or (self._endpoint is Endpoint.CHAT and _is_text(client)))
 
     def _named(self, fields: Fields, handoff_id: str, cache_salt: str) -> Fields:
         if self._endpoint is Endpoint.RESPONSES:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 
 from kvhandoff.core.phases import Phase
 from kvhandoff.handoff.tickets import MissPolicy
 from kvhandoff.router import wire
-from kvhandoff.router.answering import EVENT_STREAM, Outcome, end_passage, pass_on, passage_of, read_whole
+from kvhandoff.router.answering import Outcome, end_passage, pass_on, passage_of, read_whole
 from kvhandoff.router.answers import (
     Answer,
     LegFailed,
@@ -72,8 +71,9 @@ class Dispatcher:
         with engine.circuit.begin(_verdict), x.draft.traced("prefill", source.ref, engine.url) as context:
             try:
                 with self._deadlines.within(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
-                    async with self._post(x, engine, body, context) as upstream:
-                        answer = await whole(upstream)
+                    async with self._post(x, engine, body, context) as sent:
+                        x.decode_body(engine.integration)  # while the engine works: its like will answer
+                        answer = await whole(await sent.answer())
             except OSError as error:
                 raise network_failure(engine, error) from error
             if answer.status != 200:
@@ -90,6 +90,7 @@ class Dispatcher:
         body = self._decode_body(x, engine)
         x.draft.decode = x.leg_at(engine)
         limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
+        idle_s = self._timeouts.idle_s
         pushed = x.source is not None and x.source.awaited
         name = "local" if x.source is None else "decode"
         with (
@@ -101,41 +102,34 @@ class Dispatcher:
             try:
                 with self._deadlines.within(limit + pushed * self._timeouts.prefill_s) as deadline:
                     x.bound = Bound(engine, deadline, limit)
-                    async with self._post(x, engine, body, context) as upstream:
-                        if upstream.status != 200:
-                            x.settle()
-                            return pass_on(x.draft, for_client(engine, await whole(upstream)))
-                        if upstream.content_type != EVENT_STREAM:
-                            x.settle()
-                            return await _answer(x, engine, upstream)
-                        first = await upstream.readany()
-                        if not first:
-                            raise wire.BrokenOff("its stream has ended before the first byte")
+
+                    def begun() -> None:
                         leg.succeeded()
                         x.settle()
                         deadline.lift()  # from here on, the passage has its own
+
+                    async with self._post(x, engine, body, context) as sent:
                         passage = passage_of(
-                            x.request, upstream, x.draft, engine, x.timer, x.clock, x.answering
+                            x.request, x.draft, engine, x.timer, x.clock, idle_s, begun, x.answering
                         )
-                        await passage.carry(first, upstream, self._timeouts.idle_s)
+                        upstream = await sent.answer(passage)
+                        if not passage.open:
+                            x.settle()
+                            return await _answer(x, engine, upstream)
+                        await passage.carry()
             except OSError as error:
                 if x.move is not None and isinstance(error, TimeoutError):
                     raise Moved from error
                 raise network_failure(engine, error) from error
             finally:
                 x.bound = None
-        return await end_passage(passage, x.draft, x.key, engine, self._timeouts.idle_s)
+        return await end_passage(passage, x.draft, x.key, engine)
 
     def _decode_body(self, x: Exchange, engine: Engine) -> bytes:
         """What the decode or local leg is sent."""
         done = x.source.prefilled if x.source is not None else None
-        return dialect_of(engine.integration, x.summary.endpoint).decode(
-            x.fields,
-            x.draft.handoff_id,
-            x.summary.cache_salt,
-            self._decode_ticket(x, engine),
-            done.prompt_token_ids if done is not None else None,
-        )
+        ids = done.prompt_token_ids if done is not None else None
+        return x.decode_body(engine.integration).sealed(self._decode_ticket(x, engine), ids)
 
     def _decode_ticket(self, x: Exchange, engine: Engine) -> str | None:
         summary, source = x.summary, x.source
@@ -161,9 +155,7 @@ class Dispatcher:
             on_miss=self._on_miss,
         )
 
-    def _post(
-        self, x: Exchange, engine: Engine, body: bytes, context: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[wire.LegAnswer]:
+    def _post(self, x: Exchange, engine: Engine, body: bytes, context: Mapping[str, str]) -> wire.Leg:
         headers = {**x.headers, **context} if context else x.headers
         return self._client.post(engine.url + x.request.path, data=body, headers=headers)
 
@@ -174,7 +166,9 @@ def _verdict(error: BaseException) -> bool | None:
 
 
 async def _answer(x: Exchange, engine: Engine, upstream: wire.LegAnswer) -> Outcome:
-    """A 200 that is not streamed."""
+    """One that is not streamed."""
+    if upstream.status != 200:
+        return pass_on(x.draft, for_client(engine, await whole(upstream)))
     answer = await read_whole(upstream, x.draft, x.key, engine)
     x.answering()
     x.cut(Phase.DECODE_NETWORK)

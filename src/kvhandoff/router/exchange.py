@@ -11,7 +11,8 @@ from kvhandoff.handoff.events import Retention
 from kvhandoff.handoff.messages import HistoryRef
 from kvhandoff.router import wire
 from kvhandoff.router.body import Fields
-from kvhandoff.router.engine import Engine
+from kvhandoff.router.dialect import Unsealed, dialect_of
+from kvhandoff.router.engine import Engine, Integration
 from kvhandoff.router.moves import Bound, Move
 from kvhandoff.router.names import Names
 from kvhandoff.router.policy import TYPICAL_TOKENS, EngineView, Path, RequestSummary
@@ -45,6 +46,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     """Tokens of the prompt that a prefill engine (URL) is believed to have."""
     chosen: EngineView | None = None
     """The prefill engine that the path was chosen with, until anything may have changed since."""
+    bodies: dict[Integration, Unsealed] = {}
+    """Of a decode leg, by what kind of engine it goes to."""
     reservation: Reservation | None = None
     """On the decode engine, while its leg lasts."""
     retain: Retention | None = None
@@ -89,6 +92,16 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     @property
     def key(self) -> HandoffKey:
         return HandoffKey(self.draft.handoff_id, self.attempt)
+
+    def decode_body(self, integration: Integration) -> Unsealed:
+        """What a decode (or local) leg says to an engine of this kind, whatever has come of others. Raises
+        RequestError."""
+        body = self.bodies.get(integration)
+        if body is None:
+            dialect = dialect_of(integration, self.summary.endpoint)
+            body = dialect.decode(self.fields, self.draft.handoff_id, self.summary.cache_salt)
+            self.bodies[integration] = body
+        return body
 
     def leg_at(self, engine: Engine) -> LegRef:
         """This attempt's leg on the engine's present life."""

@@ -99,10 +99,8 @@ class Probe:
         self, d: Engine, key: HandoffKey, salt: str, fields: Fields, prefilled: Prefilled
     ) -> None:
         ticket = d.sign("decode", key, cache_salt=salt, offer=prefilled.offer)
-        body = dialect_of(d.integration, Endpoint.COMPLETIONS).decode(
-            fields, key.handoff_id, salt, ticket, prefilled.prompt_token_ids
-        )
-        await self._post(d, key, body)
+        body = dialect_of(d.integration, Endpoint.COMPLETIONS).decode(fields, key.handoff_id, salt)
+        await self._post(d, key, body.sealed(ticket, prefilled.prompt_token_ids))
 
     async def _post(self, engine: Engine, key: HandoffKey, body: bytes) -> Answer:
         """Its answer, which is a 200. Raises LegFailed, Untested, and what the network does."""

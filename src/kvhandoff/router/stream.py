@@ -23,6 +23,11 @@ BROKEN_OFF = 502
 event or a cut connection."""
 
 
+EVENT_STREAM = "text/event-stream"
+_KEPT_HEADERS = ("Content-Type", "Cache-Control")
+"""Of an engine's stream, for the client."""
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
@@ -148,11 +153,13 @@ def shutting_down() -> RequestError:
 
 
 class Passage:
-    """Carries one stream from `engine` (its name for the client) to a client: `carry` it, then `end` it.
+    """Carries one stream from `engine` (its name for the client) to a client: made when the engine is asked,
+    it is the sink of its answer; then `carry` it, and `end` it.
 
     `on_byte` is called when the first piece has been written, `on_content` when the first content has (or at
     the end of a stream without any), `on_done` when the client has been sent the last event: what it does
-    from then on is no leaving.
+    from then on is no leaving. `idle_s` bounds the wait for each piece but the first, and for the client to
+    take it, in seconds.
     """
 
     def __init__(
@@ -161,6 +168,7 @@ class Passage:
         endpoint: Endpoint,
         engine: str,
         headers: Mapping[str, str],
+        idle_s: float,
         on_byte: Callable[[], None],
         on_content: Callable[[], None],
         on_done: Callable[[], None],
@@ -178,49 +186,51 @@ class Passage:
         self._request = request
         self._endpoint = endpoint
         self._engine = engine
+        self._idle_s = idle_s
         self._on_byte = on_byte
         self._on_content = on_content
         self._on_done = on_done
         self._last = LastEvent(endpoint)
         self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._idle_s = 0.0
+        self._answer: wire.LegAnswer | None = None
+        self._begun = False
+        """The client has been sent the first piece."""
+        self._too_soon: wire.BrokenOff | None = None
+        """How the stream ended before that."""
         self._moved = 0.0
         """When the last piece came, or the client took some again."""
         self._full = False
         """The client takes too little."""
         self._alarm: asyncio.TimerHandle | None = None
-        self._answer: wire.LegAnswer | None = None
 
-    async def carry(self, first: bytes, answer: wire.LegAnswer, idle_s: float) -> None:
-        """Write `first` and all that is left of `answer` to the client.
+    @property
+    def open(self) -> bool:
+        """The engine's answer is a stream, and comes this way."""
+        return self._answer is not None
 
-        `idle_s` bounds the wait for each piece and for the client to take it, in seconds.
-        """
-        self._answer, self._idle_s, self._moved = answer, idle_s, self._loop.time()
+    async def carry(self) -> None:
+        """Until the stream is over. Raises BrokenOff when it ends before its first piece: the client has been
+        sent nothing."""
         try:
-            self.response.on_flow = self._flow
-            self.response.prepare(self._request)
-            self.response.write(first, last=answer.complete)
-            self._on_byte()
-            self._seen(first)
-            answer.pour(self)
             if not self._over.done():
-                self._alarm = self._loop.call_at(self._moved + idle_s, self._look)
+                self._alarm = self._loop.call_later(self._idle_s, self._look)
                 await self._over
-        except ClientGone:
-            self._left()
         except asyncio.CancelledError as error:
-            if not wire.is_cut_off(error):
+            if not self._begun or not wire.is_cut_off(error):
                 raise
             self._cut_off()
         finally:
             self.response.on_flow = None
-            answer.stop()
+            if self._answer is not None:
+                self._answer.stop()
             if self._alarm is not None:
                 self._alarm.cancel()
+        if self._too_soon is not None:
+            raise self._too_soon
 
-    async def end(self, idle_s: float) -> wire.StreamResponse:
+    async def end(self) -> wire.StreamResponse:
         """End the response, properly or so that the client can't take it for whole.
 
         A broken stream ends with an error event between two events. In the middle of one, that could not be
@@ -236,7 +246,7 @@ class Passage:
             if not self.response.ended:
                 self.response.write_eof()
             if self.response.full:
-                async with asyncio.timeout(idle_s):
+                async with asyncio.timeout(self._idle_s):
                     await self.response.drained()
         except (ClientGone, TimeoutError):
             self.response.cut()
@@ -244,24 +254,49 @@ class Passage:
 
     # ---- the leg's word ----
 
+    def begin(self, answer: wire.LegAnswer) -> bool:
+        """The head is in; what is no stream is nothing for here."""
+        if answer.status != 200 or answer.content_type != EVENT_STREAM:
+            return False
+        self._answer = answer
+        for name in _KEPT_HEADERS:
+            value = answer.headers.get(name)
+            if value is not None:
+                self.response.headers[name] = value
+        return True
+
     def take(self, piece: bytes, *, last: bool) -> None:
         """One more piece of the engine's; the end of a complete stream goes out with its last one."""
         if self._over.done():
             return
-        self._moved = self._loop.time()
         try:
-            self.response.write(piece, last=last)
+            if self._begun:
+                self.response.write(piece, last=last)
+            elif self._task is not None and self._task.cancelling():
+                return  # the leg has been given up: another one may answer
+            else:
+                self._write_first(piece, last=last)
         except ClientGone:
             self._left()
             self._done()
         else:
+            self._moved = self._loop.time()
             self._seen(piece)
+
+    def _write_first(self, piece: bytes, *, last: bool) -> None:
+        self._begun = True
+        self.response.on_flow = self._flow
+        self.response.prepare(self._request)
+        self.response.write(piece, last=last)
+        self._on_byte()
 
     def finish(self, error: wire.BrokenOff | None) -> None:
         """The engine's stream is complete, or has broken off."""
         if self._over.done():
             return
-        if error is not None:
+        if not self._begun:
+            self._too_soon = error or wire.BrokenOff("its stream has ended before the first byte")
+        elif error is not None:
             self._break(describe(error), "ended")
         else:
             self.status = 200
@@ -286,8 +321,9 @@ class Passage:
 
     def _look(self) -> None:
         """Whether anything has moved for so long; one timer for a stream, not one for a piece."""
-        due = self._moved + self._idle_s
-        if self._loop.time() < due:
+        now = self._loop.time()
+        due = (self._moved if self._begun else now) + self._idle_s
+        if now < due:
             self._alarm = self._loop.call_at(due, self._look)
             return
         if self._full:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +15,7 @@ from kvhandoff.core.ids import EngineId, Epoch, HandoffKey, Identity
 from kvhandoff.core.phases import Phase, PhaseTimer
 from kvhandoff.core.reasons import Reason
 from kvhandoff.router import wire
-from kvhandoff.router.answering import EVENT_STREAM, Outcome, end_passage, pass_on, passage_of, read_whole
+from kvhandoff.router.answering import Outcome, end_passage, pass_on, passage_of, read_whole
 from kvhandoff.router.answers import Answer, engine_error, read_response_id, whole
 from kvhandoff.router.body import Fields
 from kvhandoff.router.breaker import LegOutcome
@@ -119,8 +118,8 @@ class UpstreamLegs:
                 self._deadlines.within(self._timeouts.prefill_s) as wait,
                 source.silence.ends(wait),
             ):
-                async with self._post(job, source, body, context) as answer:
-                    return _accepted(source, await whole(answer))
+                async with self._post(job, source, body, context) as sent:
+                    return _accepted(source, await whole(await sent.answer()))
         except OSError as error:
             raise _failure(source, error) from error
 
@@ -161,31 +160,34 @@ class UpstreamLegs:
                 self._deadlines.within(limit) as deadline,
             ):
                 watch = _Watch(beside, deadline)
-                async with self._post(job, target, body, context) as answer:
-                    if answer.status != 200:
-                        watch.stop()
-                        _accepted(target, await whole(answer))  # raises
-                    if answer.content_type != EVENT_STREAM:
-                        return await self._answer(job, target, answer, asked, watch)
-                    first = await answer.readany()
-                    if not first:
-                        raise wire.BrokenOff("its stream has ended before the first byte")
+
+                def begun() -> None:
                     watch.stop()
                     leg.succeeded()
                     deadline.lift()  # from here on, the passage has its own
-                    passage = passage_of(job.request, answer, job.draft, target, job.timer, self._clock)
-                    await passage.carry(first, answer, self._timeouts.idle_s)
+
+                async with self._post(job, target, body, context) as sent:
+                    idle_s = self._timeouts.idle_s
+                    passage = passage_of(
+                        job.request, job.draft, target, job.timer, self._clock, idle_s, begun
+                    )
+                    answer = await sent.answer(passage)
+                    if not passage.open:
+                        watch.stop()
+                        return await self._answer(job, target, answer, asked)
+                    await passage.carry()
         except OSError as error:
             if beside is not None and (other := _error_of(beside)) is not None:
                 raise other from error
             raise _failure(target, error) from error
-        return await end_passage(passage, job.draft, job.request_id, target, self._timeouts.idle_s)
+        return await end_passage(passage, job.draft, job.request_id, target)
 
     async def _answer(
-        self, job: Job, target: UpstreamEngine, answer: wire.LegAnswer, asked: float, watch: _Watch
+        self, job: Job, target: UpstreamEngine, answer: wire.LegAnswer, asked: float
     ) -> Outcome:
-        """A 200 that is not streamed."""
-        watch.stop()
+        """One that is not streamed."""
+        if answer.status != 200:
+            _accepted(target, await whole(answer))  # raises
         read = await read_whole(answer, job.draft, job.request_id, target)
         job.timer.mark(Phase.DECODE_NETWORK)
         job.draft.response_id = read_response_id(read) or job.draft.response_id
@@ -196,9 +198,7 @@ class UpstreamLegs:
             read = Answer(read.status, read.content_type, without_reference(read.body))
         return pass_on(job.draft, read)
 
-    def _post(
-        self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[wire.LegAnswer]:
+    def _post(self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]) -> wire.Leg:
         headers = leg_headers(job.request.headers if job.draft.trace is None else {}, job.request_id)
         url = engine.url + job.request.path
         return self._client.post(url, data=body, headers={**headers, **context})

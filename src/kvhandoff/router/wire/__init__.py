@@ -4,7 +4,7 @@ A stream passes through both without a task being woken for a piece, and framing
 two parsers might read differently is refused (`framing.py`).
 """
 
-from kvhandoff.router.wire.client import BrokenOff, Client, LegAnswer, NotConnected
+from kvhandoff.router.wire.client import BrokenOff, Client, Leg, LegAnswer, NotConnected
 from kvhandoff.router.wire.ending import is_cut_off
 from kvhandoff.router.wire.headers import Headers
 from kvhandoff.router.wire.messages import (
@@ -27,6 +27,7 @@ __all__ = [
     "Handler",
     "Headers",
     "Key",
+    "Leg",
     "LegAnswer",
     "Lifespan",
     "NotConnected",

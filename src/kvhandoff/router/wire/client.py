@@ -12,9 +12,9 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvhandoff.router.wire.framing import request_head
-from kvhandoff.router.wire.leg import BrokenOff, LegAnswer, LegConnection
+from kvhandoff.router.wire.leg import BrokenOff, LegAnswer, LegConnection, Sink
 
-__all__ = ["BrokenOff", "Client", "LegAnswer", "NotConnected"]
+__all__ = ["BrokenOff", "Client", "Leg", "LegAnswer", "NotConnected"]
 
 KEEP_IDLE_S = 3.0
 """Idle connections to engines are kept this long, well below what engines keep theirs: vLLM's server 5 s. One
@@ -51,15 +51,12 @@ class Client:
         self._busy: set[LegConnection] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
-    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> _Leg:
+    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> Leg:
         """A request, sent when its context is entered; the connection is closed at its end, which ends the
-        leg, unless the answer is complete by then.
-
-        Entering raises NotConnected, and BrokenOff when the answer's head does not come.
-        """
+        leg, unless the answer is complete by then. Entering raises NotConnected."""
         place, path = _split(url)
         head = request_head(path, place.name, headers, len(data))
-        return _Leg(self, place, head, data)
+        return Leg(self, place, head, data)
 
     async def close(self) -> None:
         """End all connections."""
@@ -124,8 +121,9 @@ class Client:
             self._sweep = loop.call_later(KEEP_IDLE_S, self._sweep_idle)
 
 
-class _Leg:
-    """One request, from its sending to the end of interest in its answer."""
+class Leg:
+    """One request, from its sending to the end of interest in its answer. In between its engine works: what
+    can be done by then is done before waiting for the answer."""
 
     __slots__ = ("_body", "_client", "_connection", "_head", "_place")
 
@@ -136,24 +134,22 @@ class _Leg:
         self._body = body
         self._connection: LegConnection | None = None
 
-    async def __aenter__(self) -> LegAnswer:
+    async def __aenter__(self) -> Leg:
         client, place = self._client, self._place
         connection = self._connection = client.kept(place) or await client.connect(place)
-        try:
-            return await connection.ask(self._head, self._body)
-        except BaseException:
-            self._drop(connection)
-            raise
+        connection.ask(self._head, self._body)
+        return self
+
+    async def answer(self, sink: Sink | None = None) -> LegAnswer:
+        """The engine's answer, when its head is in; it is poured if the sink wants it. Raises BrokenOff."""
+        assert self._connection is not None
+        return await self._connection.answered(sink)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._connection is not None:
             self._client.give_back(self._place, self._connection)
-
-    def _drop(self, connection: LegConnection) -> None:
-        connection.drop()
-        self._client.give_back(self._place, connection)
 
 
 @lru_cache(maxsize=1024)

@@ -315,6 +315,8 @@ class Connection(asyncio.Protocol):
         """The head, to be sent with the first piece. Raises ClientGone."""
         if self._transport is None or request is not self._serving:
             raise ClientGone
+        if self._stream is not None:
+            raise RuntimeError("it is being answered already")
         self._stream = stream
         self._chunked = request.version == "1.1"
         if not self._chunked:

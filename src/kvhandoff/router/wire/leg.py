@@ -26,6 +26,9 @@ class BrokenOff(ConnectionError):
 class Sink(Protocol):
     """Where an answer is poured."""
 
+    def begin(self, answer: LegAnswer) -> bool:
+        """The head is in: whether this answer is for here."""
+
     def take(self, piece: bytes, *, last: bool) -> None:
         """One more piece. `last`: `finish` follows at once, without an error."""
 
@@ -72,13 +75,8 @@ class LegAnswer:
         return b"".join(pieces)
 
     def pour(self, sink: Sink) -> None:
-        """Give the sink what is in, and from now on each piece as it comes, without a task being woken."""
+        """Give the sink each piece as it comes, the first one included, without a task being woken."""
         self._sink = sink
-        pieces, self._pieces, self._held = self._pieces, [], 0
-        if pieces:
-            sink.take(b"".join(pieces), last=self.complete)
-        if self.complete or self._error is not None:
-            sink.finish(self._error)
 
     def flow(self, room: bool) -> None:
         """Whether the sink has room."""
@@ -137,6 +135,10 @@ class LegConnection(asyncio.Protocol):
         self._head: asyncio.Future[LegAnswer] | None = None
         """Of the request under way."""
         self._answer: LegAnswer | None = None
+        self._sink: Sink | None = None
+        """Of the answer, if it is a stream."""
+        self._unsent: memoryview | None = None
+        """The body of the request under way, as long as not all of it is sent."""
         self._pairs: Pairs = []
         self._in_head = True
         self._head_bytes = 0
@@ -151,24 +153,32 @@ class LegConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another request may be sent: the last answer is complete, and the connection open."""
+        """Whether another request may be sent: the last one is out, its answer complete, and the connection
+        open."""
+        if self._unsent is not None:
+            return False
         answered = self._head is None or (self._answer is not None and self._answer.complete)
         open_ = self._transport is not None and not self._transport.is_closing()
         return open_ and answered and self._keep_alive and self._parser is not None
 
-    async def ask(self, head: bytes, body: bytes) -> LegAnswer:
-        """Send a request and wait for the head of its answer. Raises BrokenOff."""
-        transport = self._transport
-        if transport is None:
-            raise BrokenOff("the connection has ended")
-        self._answer = None
-        answered: asyncio.Future[LegAnswer] = self._loop.create_future()
-        self._head = answered
-        if len(body) <= _SLICE:
-            transport.write(head + body)
+    def ask(self, head: bytes, body: bytes) -> None:
+        """Send a request; of a long one the body follows while `answered` is waited for."""
+        self._head = self._loop.create_future()
+        if self._transport is None:
+            self._broken("the connection has ended")
+        elif len(body) <= _SLICE:
+            self._transport.write(head + body)
         else:
-            transport.write(head)
-            await self._send(memoryview(body), answered)
+            self._transport.write(head)
+            self._unsent = memoryview(body)
+
+    async def answered(self, sink: Sink | None = None) -> LegAnswer:
+        """The answer, when its head is in; it is poured if the sink wants it. Raises BrokenOff."""
+        answered = self._head
+        assert answered is not None
+        self._sink = sink
+        if self._unsent is not None:
+            await self._send(self._unsent, answered)
         return await answered
 
     def drop(self) -> None:
@@ -191,11 +201,11 @@ class LegConnection(asyncio.Protocol):
         """A large body goes in pieces, as the engine takes them: as one block it would hold up the loop."""
         for start in range(0, len(body), _SLICE):
             if self._transport is None or answered.done():
-                self._keep_alive = False  # it has answered without wanting all, and waits for the rest
-                return
+                return  # it has answered without wanting all, and waits for the rest
             self._transport.write(body[start : start + _SLICE])
             if self._room is not None:
                 await asyncio.wait((self._room, answered), return_when=asyncio.FIRST_COMPLETED)
+        self._unsent = None
 
     # ---- the transport's word ----
 
@@ -275,9 +285,11 @@ class LegConnection(asyncio.Protocol):
             self._problem = str(refusal)
             return
         self._keep_alive = parser.should_keep_alive()
-        self._answer = LegAnswer(self, status, Headers(self._pairs))
+        self._answer = answer = LegAnswer(self, status, Headers(self._pairs))
+        if self._sink is not None and self._sink.begin(answer):
+            answer.pour(self._sink)
         if not head.done():
-            head.set_result(self._answer)
+            head.set_result(answer)
 
     def on_body(self, piece: bytes) -> None:
         if self._problem is None:
@@ -289,7 +301,7 @@ class LegConnection(asyncio.Protocol):
 
     def rest(self) -> None:
         """It waits for another request."""
-        self._head = self._answer = None
+        self._head = self._answer = self._sink = None
         self._ended = False
         self.resume()
         self.idle_since = self._loop.time()
