@@ -243,7 +243,7 @@ async def test_nothing_beyond_the_limit_is_kept() -> None:
         request.feed(b"x" * 6)
     assert request._body == []
     with pytest.raises(RequestError, match="more than the allowed 10 bytes"):
-        await request.read()
+        request.body()
 
 
 async def test_continue() -> None:

@@ -12,7 +12,7 @@ file of tenants everything is open: everybody is an operator, of the tenant "".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from kvhandoff.core.clock import Clock
@@ -78,9 +78,9 @@ class Caller:
         """The body with the tenant's salt in it. Raises RequestError."""
         return fields if self._tenant is None else salted(fields, self._tenant)
 
-    async def charge(self, on_reason: Callable[[Reason], None]) -> Charge:
-        """For one more request; `on_reason`: see `Meter.open`. Raises RequestError (429)."""
-        return await self._meter.open(on_reason)
+    def charge(self, on_reason: Callable[[Reason], None]) -> Awaitable[Charge]:
+        """For one more request; see `Meter.open`."""
+        return self._meter.open(on_reason)
 
     @property
     def _allowed(self) -> tuple[str, ...] | None:

@@ -66,7 +66,9 @@ class Admission:
             request=request,
             fields=fields,
             summary=summary,
-            headers=leg_headers(request.headers if draft.trace is None else {}, draft.handoff_id),
+            headers=wire.header_lines(
+                leg_headers(request.headers if draft.trace is None else {}, draft.handoff_id)
+            ),
             clock=self._clock,
             timer=timer,
             draft=draft,
@@ -121,7 +123,9 @@ class Admission:
             history = History(x.holder.url, x.kept, draft.requested_return == "on")
         decision = self._config.policies.choose_path(draft.requested_path, x.summary, view, history, x.cached)
         draft.path, draft.weighed, reason = decision.path, decision.weighed, decision.reason
-        x.tokens, x.chosen = tokens_of(x.summary, view), decision.source
+        weighed = decision.weighed
+        x.tokens = tokens_of(x.summary, view) if weighed is None else weighed.prompt_tokens
+        x.chosen = decision.source
         if reason is not None:
             draft.because(reason)
         if not decision.returns:

@@ -68,18 +68,20 @@ class Dispatcher:
         """Run it. None: done, `source.prefilled` has the result. An answer: the engine refuses it (4xx)."""
         source.owed = True
         engine = source.engine
-        with engine.circuit.begin(_verdict), x.draft.traced("prefill", source.ref, engine.url) as context:
-            try:
-                with self._deadlines.within(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
-                    async with self._post(x, engine, body, context) as sent:
-                        x.decode_body(engine.integration)  # while the engine works: its like will answer
-                        answer = await whole(await sent.answer())
-            except OSError as error:
-                raise network_failure(engine, error) from error
-            if answer.status != 200:
-                return for_client(engine, answer)
-            source.prefilled = read_prefilled(engine, source.ref.key, answer)
-            return None
+        with x.draft.traced("prefill", source.ref, engine.url) as context:
+            leg = self._post(x, engine, body, context)
+            with engine.circuit.begin(_verdict):
+                try:
+                    with self._deadlines.within(self._timeouts.prefill_s) as wait, engine.silence.ends(wait):
+                        async with leg:
+                            x.decode_body(engine.integration)  # while the engine works: its like will answer
+                            answer = await whole(await leg.answer())
+                except OSError as error:
+                    raise network_failure(engine, error) from error
+                if answer.status != 200:
+                    return for_client(engine, answer)
+                source.prefilled = read_prefilled(engine, source.ref.key, answer)
+                return None
 
     async def decode(self, x: Exchange, engine: Engine) -> Outcome:
         """Run the decode or local leg and give the client its answer.
@@ -93,36 +95,37 @@ class Dispatcher:
         idle_s = self._timeouts.idle_s
         pushed = x.source is not None and x.source.awaited
         name = "local" if x.source is None else "decode"
-        with (
-            engine.reserve(x.tokens, x.to_compute) as x.reservation,
-            engine.circuit.begin(_verdict) as leg,
-            x.draft.traced(name, x.draft.decode, engine.url) as context,
-        ):
-            x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
-            try:
-                with self._deadlines.within(limit + pushed * self._timeouts.prefill_s) as deadline:
-                    x.bound = Bound(engine, deadline, limit)
+        with x.draft.traced(name, x.draft.decode, engine.url) as context:
+            leg = self._post(x, engine, body, context)
+            with (
+                engine.reserve(x.tokens, x.to_compute) as x.reservation,
+                engine.circuit.begin(_verdict) as outcome,
+            ):
+                x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
+                try:
+                    with self._deadlines.within(limit + pushed * self._timeouts.prefill_s) as deadline:
+                        x.bound = Bound(engine, deadline, limit)
 
-                    def begun() -> None:
-                        leg.succeeded()
-                        x.settle()
-                        deadline.lift()  # from here on, the passage has its own
-
-                    async with self._post(x, engine, body, context) as sent:
-                        passage = passage_of(
-                            x.request, x.draft, engine, x.timer, x.clock, idle_s, begun, x.answering
-                        )
-                        upstream = await sent.answer(passage)
-                        if not passage.open:
+                        def begun() -> None:
+                            outcome.succeeded()
                             x.settle()
-                            return await _answer(x, engine, upstream)
-                        await passage.carry()
-            except OSError as error:
-                if x.move is not None and isinstance(error, TimeoutError):
-                    raise Moved from error
-                raise network_failure(engine, error) from error
-            finally:
-                x.bound = None
+                            deadline.lift()  # from here on, the passage has its own
+
+                        async with leg:
+                            passage = passage_of(
+                                x.request, x.draft, engine, x.timer, x.clock, idle_s, begun, x.answering
+                            )
+                            answer = await leg.answer(passage)
+                            if not passage.open:
+                                x.settle()
+                                return await _answer(x, engine, answer)
+                            await passage.carry()
+                except OSError as error:
+                    if x.move is not None and isinstance(error, TimeoutError):
+                        raise Moved from error
+                    raise network_failure(engine, error) from error
+                finally:
+                    x.bound = None
         return await end_passage(passage, x.draft, x.key, engine)
 
     def _decode_body(self, x: Exchange, engine: Engine) -> bytes:
@@ -156,7 +159,7 @@ class Dispatcher:
         )
 
     def _post(self, x: Exchange, engine: Engine, body: bytes, context: Mapping[str, str]) -> wire.Leg:
-        headers = {**x.headers, **context} if context else x.headers
+        headers = x.headers + wire.header_lines(context) if context else x.headers
         return self._client.post(engine.url + x.request.path, data=body, headers=headers)
 
 

@@ -149,7 +149,7 @@ class Engine:
         return EngineView(
             url=self.url,
             model=state.model if state else "",
-            healthy=self.obstacle is None,
+            healthy=self.problem is None and not self.draining,
             block_size=state.block_size if state else 0,
             load=ours.load,
             chosen=ours.chosen,

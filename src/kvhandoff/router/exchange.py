@@ -27,8 +27,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     request: wire.Request
     fields: Fields
     summary: RequestSummary
-    headers: dict[str, str]
-    """Of every leg."""
+    headers: bytes
+    """Of every leg, as lines."""
     clock: Clock
     timer: PhaseTimer
     draft: Draft

@@ -157,7 +157,8 @@ class Meter:
         self.name = name
         self.usage = Usage(at=clock())
         self._clock = clock
-        self._shared = shared
+        self.shared = shared
+        """What the tenant uses of all routers, where they count together."""
         self._processes = processes
         self.limits = limits
 
@@ -170,6 +171,7 @@ class Meter:
     def limits(self, limits: Limits) -> None:
         self._limits = limits
         self._part = limits.shared_by(self._processes)
+        self.counts_tokens = limits.tokens_per_minute is not None
 
     async def open(self, on_reason: Callable[[Reason], None]) -> Charge:
         """One more request; `on_reason` hears why the other routers' requests don't count. Raises
@@ -178,10 +180,10 @@ class Meter:
         if isinstance(usage, Excess):
             raise self._too_many(usage)
         self.usage = usage
-        limit = self.limits.max_concurrency
-        if self._shared is not None and limit is not None:
+        limit = self._limits.max_concurrency
+        if self.shared is not None and limit is not None:
             try:
-                verdict = await self._shared.begin(self.name, usage.running, limit)
+                verdict = await self.shared.begin(self.name, usage.running, limit)
                 if isinstance(verdict, Excess):
                     raise self._too_many(verdict)
             except BaseException:
@@ -202,9 +204,9 @@ class Meter:
     async def reserve_everywhere(self, tokens: int, bound: int, on_reason: Callable[[Reason], None]) -> int:
         """How many of these are set aside of all routers' too. Raises RequestError (429)."""
         room = self.limits.tokens_per_minute
-        if self._shared is None or room is None:
+        if self.shared is None or room is None:
             return 0
-        verdict = await self._shared.reserve(self.name, tokens, room)
+        verdict = await self.shared.reserve(self.name, tokens, room)
         if isinstance(verdict, Excess):
             raise self._too_much(verdict, bound)
         if verdict is not None:
@@ -215,16 +217,16 @@ class Meter:
     def close(self) -> None:
         """One request less."""
         self.usage = end(self.usage)
-        if self._shared is not None:
+        if self.shared is not None:
             limited = self.limits.max_concurrency is not None  # it may have been when requests began
-            self._shared.state(self.name, self.usage.running if limited else 0)
+            self.shared.state(self.name, self.usage.running if limited else 0)
 
     def settle(self, own: int, everywhere: int, used: int) -> None:
         """What was used of the tokens set aside here, and everywhere."""
         self.usage = settle(self._part, self.usage, own, used, self._clock())
         room = self.limits.tokens_per_minute
-        if self._shared is not None and room is not None and used != everywhere:
-            self._shared.settle(self.name, used - everywhere, room)
+        if self.shared is not None and room is not None and used != everywhere:
+            self.shared.settle(self.name, used - everywhere, room)
 
     def _too_many(self, excess: Excess) -> RequestError:
         return self._refusal(excess, f"{excess.running} requests under way")
@@ -264,12 +266,14 @@ class Charge:
     @property
     def counts_tokens(self) -> bool:
         """Whether there is a limit, so that a bound is worth finding."""
-        return self._meter.limits.tokens_per_minute is not None
+        return self._meter.counts_tokens
 
     async def reserve(self, bound: int) -> None:
         """It may use so many tokens. Raises RequestError (429)."""
-        self._reserved = self._meter.reserve(bound)
-        self._everywhere = await self._meter.reserve_everywhere(self._reserved, bound, self._on_reason)
+        meter = self._meter
+        self._reserved = meter.reserve(bound)
+        if meter.shared is not None:
+            self._everywhere = await meter.reserve_everywhere(self._reserved, bound, self._on_reason)
 
     def close(self) -> None:
         """It has ended. What it has used may come later, or never: then all that was reserved is spent."""

@@ -44,27 +44,12 @@ class _Children(dict[tuple[str, ...], _Child]):
         return child
 
 
-class InFlight:
-    """Counts the requests under way, each while its context lasts."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __enter__(self) -> None:
-        self.now += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.now -= 1
-
-
 class RouterMetrics:
     """One router's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.in_flight = InFlight()
-        in_flight = Gauge("kvhandoff_router_in_flight", "Requests under way.", registry=self._registry)
-        in_flight.set_function(lambda: self.in_flight.now)
+        self._in_flight = Gauge("kvhandoff_router_in_flight", "Requests under way.", registry=self._registry)
         self._requests = Counter(
             "kvhandoff_router_requests",
             "Requests that ended, by path ('none': refused before a path was chosen) and HTTP status "
@@ -171,6 +156,10 @@ class RouterMetrics:
     def count_reason(self, reason: Reason) -> None:
         """One request met this reason."""
         self._reason_of[reason, reason.kind].inc()
+
+    def show_in_flight(self, running: Callable[[], int]) -> None:
+        """`running`: asked how many requests are under way, whenever somebody looks."""
+        self._in_flight.set_function(running)
 
     def count_request(self, draft: Draft) -> None:
         """One request ended."""

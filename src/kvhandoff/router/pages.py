@@ -38,6 +38,7 @@ class Pages(ABC):
             on_closed=self._metrics.count_request,
             on_settled=self._settled,
         )
+        self._metrics.show_in_flight(lambda: self._records.running)
 
     @abstractmethod
     def _served(self) -> Mapping[str, int | None]:
@@ -56,17 +57,13 @@ class Pages(ABC):
         self._metrics.count_refused(code)
 
     def chat_completions(self, request: wire.Request) -> Answering:
-        return self._answer(request, Endpoint.CHAT)
+        return self._carry(request, Endpoint.CHAT)
 
     def completions(self, request: wire.Request) -> Answering:
-        return self._answer(request, Endpoint.COMPLETIONS)
+        return self._carry(request, Endpoint.COMPLETIONS)
 
     def responses(self, request: wire.Request) -> Answering:
-        return self._answer(request, Endpoint.RESPONSES)
-
-    async def _answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        with self._metrics.in_flight:
-            return await self._carry(request, endpoint)
+        return self._carry(request, Endpoint.RESPONSES)
 
     async def models(self, request: wire.Request) -> wire.Response:
         """The models that the caller may use, as OpenAI lists them."""

@@ -366,6 +366,8 @@ class Records:
         self._on_closed = on_closed
         self._on_settled = on_settled
         self._drafts: OrderedDict[str, Draft] = OrderedDict()
+        self.running = 0
+        """Requests that have been opened and not closed."""
         self.traces: Traces | None = None
         """None: requests are not traced."""
 
@@ -383,10 +385,12 @@ class Records:
             draft.trace = self.traces.open(draft, headers or {})
             draft.trace_id = draft.trace.trace_id
         self._keep(handoff_id, draft)
+        self.running += 1
         return draft
 
     def close(self, draft: Draft, status: int, total_s: float) -> None:
         """The request is over; its record settles when the engines' accounts are in."""
+        self.running -= 1
         draft.status, draft.total_s = status, total_s
         if draft.charge is not None:
             draft.charge.close()

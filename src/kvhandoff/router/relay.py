@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Literal
+from collections.abc import Coroutine
+from typing import Any, Literal
 
 from kvhandoff.core.clock import Clock
 from kvhandoff.core.errors import describe
@@ -80,8 +81,11 @@ class Relay:
         self.running: dict[HandoffId, Exchange] = {}
         """Requests that have been admitted and not ended."""
 
-    async def answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        """The response to a client's request; its record is closed when this returns or is cancelled."""
+    def answer(
+        self, request: wire.Request, endpoint: Endpoint
+    ) -> Coroutine[Any, Any, wire.Response | wire.StreamResponse]:
+        """The response to a client's request, whose record is open from now on; closed when the response is
+        returned, or awaiting it is cancelled."""
         timer = PhaseTimer(self._clock)
         draft = self._records.open(
             new_handoff_id(),
@@ -91,21 +95,18 @@ class Relay:
         )
         draft.walls = timer.seconds
         work = self._work(request, draft, timer)
-        return await carry_through(work, draft, self._records, timer, self._clock)
+        return carry_through(work, draft, self._records, timer, self._clock)
 
     async def _work(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Outcome:
-        exchange = await self._admission.admit(request, draft, timer)
+        x = await self._admission.admit(request, draft, timer)
         if log.isEnabledFor(logging.DEBUG):
             fields = draft.log_fields()
             log.debug("%s: path %s, %s", draft.handoff_id, draft.path, draft.model, extra=fields)
-        return await self._carry(exchange)
-
-    async def _carry(self, x: Exchange) -> Outcome:
-        self.running[x.draft.handoff_id] = x
+        self.running[draft.handoff_id] = x
         try:
             return await self._attempts(x)
         finally:
-            del self.running[x.draft.handoff_id]
+            del self.running[draft.handoff_id]
             x.settle()
             if x.source is not None and not x.source.used:
                 self._fleet.spawn(x.source.end())
@@ -176,10 +177,10 @@ class Relay:
         """One that hands over to `target` (None: to anyone) and doesn't rest, unless the client would get an
         error for want of it."""
         choose, model = self._policies.choose_prefill, x.summary.model
-        avoid = x.avoid | self._fleet.resting()
         chosen, x.chosen = x.chosen, None
-        if chosen is not None and chosen.url not in avoid:
+        if chosen is not None and not self._fleet.engine(chosen).circuit.rests and chosen.url not in x.avoid:
             return chosen
+        avoid = x.avoid | self._fleet.resting()
         view = self._fleet.partners(target)
         choice = choose(view, model, avoid, tokens=x.tokens, cached=x.cached)
         if isinstance(choice, Reason) and self._config.on_miss == "error":

@@ -34,7 +34,8 @@ class Reservation:
             self._ended = True
             self.computed()
             self._of.legs -= 1
-            self._of.tokens -= self._tokens
+            self._of.running -= 1
+            self._of.load -= self._tokens
 
 
 class Reservations:
@@ -46,10 +47,12 @@ class Reservations:
         self.legs = 0
         self.chosen = 0
         """Legs that it was ever given."""
-        self.tokens = 0
-        """Of the legs' prompts."""
+        self.load = 0
+        """Tokens, as `EngineView.load`."""
         self.computing = 0
-        """Those of them that it has yet to compute."""
+        """Those of the legs' prompts that it has yet to compute."""
+        self.running = 0
+        """Requests here."""
         self._others = 0
         """Requests that it had of other routers' or clients', at its last report."""
         self._others_tokens = 0
@@ -59,7 +62,8 @@ class Reservations:
         self.changes += 1
         self.legs += 1
         self.chosen += 1
-        self.tokens += tokens
+        self.running += 1
+        self.load += tokens
         self.computing += compute
         return Reservation(self, tokens, compute)
 
@@ -67,16 +71,10 @@ class Reservations:
         """Requests beyond the legs that are reserved now are others'. Their sizes are not reported: each is
         taken for a typical one, or for its share of the blocks in use if that is more."""
         self.changes += 1
+        self.running -= self._others
+        self.load -= self._others_tokens
         self._others = max(0, state.running + state.waiting + state.loading - self.legs)
         share = state.blocks.used * state.block_size // max(1, state.running)
         self._others_tokens = self._others * max(TYPICAL_TOKENS, share)
-
-    @property
-    def load(self) -> int:
-        """Tokens, as `EngineView.load`."""
-        return self.tokens + self._others_tokens
-
-    @property
-    def running(self) -> int:
-        """Requests here."""
-        return self.legs + self._others
+        self.running += self._others
+        self.load += self._others_tokens

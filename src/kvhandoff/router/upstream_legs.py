@@ -201,7 +201,7 @@ class UpstreamLegs:
     def _post(self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]) -> wire.Leg:
         headers = leg_headers(job.request.headers if job.draft.trace is None else {}, job.request_id)
         url = engine.url + job.request.path
-        return self._client.post(url, data=body, headers={**headers, **context})
+        return self._client.post(url, data=body, headers=wire.header_lines({**headers, **context}))
 
 
 def _verdict(engine: UpstreamEngine, error: BaseException) -> bool | None:

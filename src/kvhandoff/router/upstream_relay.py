@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 
@@ -75,8 +77,11 @@ class UpstreamRelay:
         self._references = References(config.max_conversations, config.reference_s, clock)
         self._legs = UpstreamLegs(client, config.timeouts, self._references, clock)
 
-    async def answer(self, request: wire.Request, endpoint: Endpoint) -> wire.Response | wire.StreamResponse:
-        """The response to a client's request; its record is closed when this returns or is cancelled."""
+    def answer(
+        self, request: wire.Request, endpoint: Endpoint
+    ) -> Coroutine[Any, Any, wire.Response | wire.StreamResponse]:
+        """The response to a client's request, whose record is open from now on; closed when the response is
+        returned, or awaiting it is cancelled."""
         timer = PhaseTimer(self._clock)
         draft = self._records.open(
             new_handoff_id(),
@@ -86,7 +91,7 @@ class UpstreamRelay:
         )
         draft.walls, draft.connector, draft.joinable = timer.seconds, self._config.connector, False
         work = self._work(request, draft, timer)
-        return await carry_through(work, draft, self._records, timer, self._clock)
+        return carry_through(work, draft, self._records, timer, self._clock)
 
     async def _work(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Outcome:
         job = await self._admit(request, draft, timer)

@@ -40,6 +40,8 @@ def least_work(
     if not engines:
         return Reason.NO_DECODE_ENGINE
     least = min(engines, key=lambda engine: (engine.load, engine.chosen))  # then in the configured order
+    if holder is None:
+        return least
     lead = HOLDER_LEAD * max(tokens, TYPICAL_TOKENS)
     for engine in engines:
         if engine.url == holder and engine.load - least.load <= lead:

@@ -33,8 +33,8 @@ import msgspec
 from kvhandoff.router.policy.costs import EngineCosts
 from kvhandoff.router.policy.estimates import Estimate
 from kvhandoff.router.policy.requested import Path
-from kvhandoff.router.policy.speed import Speed
-from kvhandoff.router.policy.views import EngineView, FleetView, History, usable
+from kvhandoff.router.policy.speed import BANDS, band
+from kvhandoff.router.policy.views import EngineView, FleetView, History
 
 CHUNK = 512
 """Tokens of a prefill chunk. The embedded engine's; vLLM's are larger, so that less of a write is hidden than
@@ -111,9 +111,13 @@ class Weighed(NamedTuple):
 
 
 def cheapest(costs: Mapping[Option, Cost]) -> Option:
-    """The one that costs least; of several, the first in PREFERENCE."""
-    totals = {option: costs[option].total for option in PREFERENCE if option in costs}
-    return min(totals, key=totals.__getitem__)
+    """The one that costs least; of several, the first in PREFERENCE. There is one at least."""
+    best, least = PREFERENCE[0], math.inf
+    for option in PREFERENCE:
+        cost = costs.get(option)
+        if cost is not None and (total := cost.total) < least:
+            best, least = option, total
+    return best
 
 
 def won_by(costs: Mapping[Option, Cost], option: Option) -> Term | None:
@@ -169,7 +173,8 @@ class _Model:
         history: History | None,
     ) -> None:
         model = decode.model
-        alike = tuple(engine.costs for engine in usable((*fleet.prefill, *fleet.decode), model))
+        every = (*fleet.prefill, *fleet.decode)
+        alike = tuple([engine.costs for engine in every if engine.healthy and engine.model == model])
         self._prefill, self._at_p = prefill, _figures(prefill.costs, alike)
         self._decode, self._at_d = decode, _figures(decode.costs, alike)
         self._tokens = tokens
@@ -191,7 +196,7 @@ class _Model:
             engine, figures, own = self._decode, self._at_d, self._in_decode
         returned = self._kept - own if returning else 0
         computed = self._tokens - own - returned
-        computing = computed * figures.token_s(own + returned + computed / 2)
+        computing = computed * figures.token_s[band(own + returned + computed / 2)]
         queue = _queue_s(engine, figures) if engine.queue else 0.0
         return_s = figures.pull_s + returned * figures.kv_s if returning else 0.0
         if path == "local":
@@ -207,14 +212,14 @@ def _queue_s(engine: EngineView, figures: _Figures) -> float:
     """Until it has computed what it has yet to, where it is known how fast it does."""
     if not figures.measured:
         return 0.0
-    return engine.queue * figures.token_s(engine.queue / max(1, engine.running) / 2)
+    return engine.queue * figures.token_s[band(engine.queue / max(1, engine.running) / 2)]
 
 
 class _Figures(NamedTuple):
     """What an engine takes, as far as anybody knows; seconds."""
 
-    speeds: Sequence[Speed]
-    """To compute: its own, or those of engines like it."""
+    token_s: Sequence[float]
+    """To compute a token, by band: as it was measured, or else engines like it."""
     measured: bool
     """Whether any of them has been."""
     kv_s: float
@@ -223,10 +228,6 @@ class _Figures(NamedTuple):
     push_s: float
     leg_s: float
     beside_s: float
-
-    def token_s(self, context: float) -> float:
-        """To compute a token with so many before it."""
-        return _mean([speed.at(context).value for speed in self.speeds])
 
 
 @lru_cache(maxsize=64)
@@ -244,7 +245,7 @@ def _figures(own: EngineCosts, alike: tuple[EngineCosts, ...]) -> _Figures:
     if own.compute_s.measured or not speeds:
         speeds = [own.compute_s]
     return _Figures(
-        speeds,
+        [_mean([speed.of(number).value for speed in speeds]) for number in range(BANDS)],
         bool(speeds[0].measured),
         known(_TOKEN_BYTES) * known(_READ_S),
         known(_PULL_S),

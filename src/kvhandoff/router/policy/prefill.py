@@ -43,10 +43,8 @@ def least_work(
     if not engines:
         return Reason.NO_PREFILL_ENGINE
 
-    def work(engine: EngineView) -> int:
-        return engine.load + max(0, tokens - cached.get(engine.url, 0))
-
-    return min(engines, key=lambda engine: (work(engine), engine.chosen))  # then in the configured order
+    # Then the one that was chosen least, then in the configured order.
+    return min(engines, key=lambda e: (e.load + max(0, tokens - cached.get(e.url, 0)), e.chosen))
 
 
 def round_robin(

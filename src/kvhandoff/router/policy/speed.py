@@ -40,19 +40,25 @@ class Speed(msgspec.Struct, frozen=True):
 
     def at(self, context: float) -> Estimate:
         """For a token with so many before it; over a run of tokens, take those before the middle one."""
-        return self.bands[self.speaks[_band(context)]]
+        return self.of(band(context))
+
+    def of(self, number: int) -> Estimate:
+        """For a token of this band."""
+        return self.bands[self.speaks[number]]
 
     def observe(self, context: float, value: float) -> Speed:
         """With one more observation; the first one of a band starts from what was thought of it."""
-        band = _band(context)
-        known = self.bands[band]
+        number = band(context)
+        known = self.bands[number]
         start, measured, speaks = known, self.measured, self.speaks
         if not known.n:
-            start = Estimate(self.at(context).value, 0, known.above)
-            measured = tuple(sorted((*measured, band)))
+            start = Estimate(self.of(number).value, 0, known.above)
+            measured = tuple(sorted((*measured, number)))
             speaks = tuple(min(measured, key=lambda each: abs(each - other)) for other in range(BANDS))
-        return Speed((*self.bands[:band], start.observe(value), *self.bands[band + 1 :]), measured, speaks)
+        bands = (*self.bands[:number], start.observe(value), *self.bands[number + 1 :])
+        return Speed(bands, measured, speaks)
 
 
-def _band(context: float) -> int:
+def band(context: float) -> int:
+    """Where a token with so many before it belongs."""
     return min(int(context // FIRST).bit_length(), BANDS - 1)

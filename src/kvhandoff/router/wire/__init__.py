@@ -6,6 +6,7 @@ two parsers might read differently is refused (`framing.py`).
 
 from kvhandoff.router.wire.client import BrokenOff, Client, Leg, LegAnswer, NotConnected
 from kvhandoff.router.wire.ending import is_cut_off
+from kvhandoff.router.wire.framing import header_lines
 from kvhandoff.router.wire.headers import Headers
 from kvhandoff.router.wire.messages import (
     Handler,
@@ -39,6 +40,7 @@ __all__ = [
     "StreamResponse",
     "error_response",
     "get",
+    "header_lines",
     "is_cut_off",
     "json_response",
     "post",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Awaitable
 from functools import lru_cache
 from types import TracebackType
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class _Place(NamedTuple):
     host: str
     port: int
     tls: bool
-    name: str
+    name: bytes
     """For the Host header."""
 
 
@@ -51,12 +51,16 @@ class Client:
         self._busy: set[LegConnection] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
-    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> Leg:
-        """A request, sent when its context is entered; the connection is closed at its end, which ends the
-        leg, unless the answer is complete by then. Entering raises NotConnected."""
+    def post(self, url: str, *, data: bytes, headers: bytes) -> Leg:
+        """A request with these `header_lines`: sent at once where a connection is kept, else when its context
+        is entered, which follows without an await in between. At the context's end the connection is closed,
+        which ends the leg, unless the answer is complete by then. Entering raises NotConnected."""
         place, path = _split(url)
         head = request_head(path, place.name, headers, len(data))
-        return Leg(self, place, head, data)
+        kept = self.kept(place)
+        if kept is not None:
+            kept.ask(head, data)
+        return Leg(self, place, head, data, kept)
 
     async def close(self) -> None:
         """End all connections."""
@@ -127,23 +131,26 @@ class Leg:
 
     __slots__ = ("_body", "_client", "_connection", "_head", "_place")
 
-    def __init__(self, client: Client, place: _Place, head: bytes, body: bytes) -> None:
+    def __init__(
+        self, client: Client, place: _Place, head: bytes, body: bytes, connection: LegConnection | None
+    ) -> None:
+        """`connection`: by which it has been sent."""
         self._client = client
         self._place = place
         self._head = head
         self._body = body
-        self._connection: LegConnection | None = None
+        self._connection = connection
 
     async def __aenter__(self) -> Leg:
-        client, place = self._client, self._place
-        connection = self._connection = client.kept(place) or await client.connect(place)
-        connection.ask(self._head, self._body)
+        if self._connection is None:
+            self._connection = await self._client.connect(self._place)
+            self._connection.ask(self._head, self._body)
         return self
 
-    async def answer(self, sink: Sink | None = None) -> LegAnswer:
+    def answer(self, sink: Sink | None = None) -> Awaitable[LegAnswer]:
         """The engine's answer, when its head is in; it is poured if the sink wants it. Raises BrokenOff."""
         assert self._connection is not None
-        return await self._connection.answered(sink)
+        return self._connection.answered(sink)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -153,11 +160,12 @@ class Leg:
 
 
 @lru_cache(maxsize=1024)
-def _split(url: str) -> tuple[_Place, str]:
+def _split(url: str) -> tuple[_Place, bytes]:
     """Where it is, and its path."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
     host = parts.hostname or ""
-    name = parts.netloc.rpartition("@")[2]
-    return _Place(host, port, tls, name), (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    name = parts.netloc.rpartition("@")[2].encode("ascii")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return _Place(host, port, tls, name), path.encode("ascii")

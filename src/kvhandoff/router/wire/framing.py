@@ -85,16 +85,17 @@ def _look(pairs: Pairs) -> _Seen:
 def response_head(status: int, headers: Mapping[str, str], *more: bytes) -> bytes:
     """A response's first line and headers; `more`: whole lines. Raises ValueError for a header that would
     end before its end."""
-    return b"".join((_status_line(status), _date(), _lines(headers), *more, b"\r\n"))
+    return b"".join((_status_line(status), _date(), header_lines(headers), *more, b"\r\n"))
 
 
-def request_head(path: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
-    """Of a POST with a body of `length` bytes. Raises ValueError, as `response_head`."""
-    first = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n".encode("ascii")
-    return b"".join((first, _lines(headers), b"\r\n"))
+def request_head(path: bytes, host: bytes, lines: bytes, length: int) -> bytes:
+    """Of a POST with a body of `length` bytes; `lines`: its other headers."""
+    first = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n" % (path, host, length)
+    return b"".join((first, lines, b"\r\n"))
 
 
-def _lines(headers: Mapping[str, str]) -> bytes:
+def header_lines(headers: Mapping[str, str]) -> bytes:
+    """As they are sent. Raises ValueError for a header that would end before its end."""
     text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if text.count("\n") != len(headers) or text.count("\r") != len(headers) or "\0" in text:
         raise ValueError(f"one of the headers {', '.join(headers)} has a line end in it")

@@ -60,15 +60,12 @@ class LegAnswer:
         """What is in; empty at the end. Raises BrokenOff."""
         if not self._pieces and not self.complete:
             await self._news()
-        if self._held > MAX_HELD_BYTES:
-            self._connection.resume()
-        pieces, self._pieces, self._held = self._pieces, [], 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._taken()
 
     async def read(self) -> bytes:
         """All that is left of it. Raises BrokenOff."""
         if self.complete:
-            return await self.readany()
+            return self._taken()
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
@@ -110,6 +107,12 @@ class LegAnswer:
         if self._sink is not None:
             self._sink.finish(error)
         self._wake()
+
+    def _taken(self) -> bytes:
+        if self._held > MAX_HELD_BYTES:
+            self._connection.resume()
+        pieces, self._pieces, self._held = self._pieces, [], 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _news(self) -> None:
         if self._error is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -89,7 +89,8 @@ class Request:
         self._values: dict[Key[Any], Any] = {}
 
     def __getitem__(self, key: Key[_Value]) -> _Value:
-        return cast(_Value, self._values[key])
+        value: _Value = self._values[key]
+        return value
 
     def __setitem__(self, key: Key[_Value], value: _Value) -> None:
         self._values[key] = value
@@ -120,13 +121,16 @@ class Request:
         self._failure = failure
         self._wake()
 
-    async def read(self) -> bytes:
-        """The body. Raises RequestError (413, 400) and ClientGone."""
+    async def received(self) -> None:
+        """Until the body is in, or will never be. Raises ClientGone."""
         if not self.complete and self._received <= self._limit and self._failure is None:
             if self.asks_to_continue and not self._received:
                 self._connection.say_continue()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    def body(self) -> bytes:
+        """What has been received. Raises RequestError (413, 400)."""
         if self._received > self._limit:
             raise body_too_large(self._limit)
         if self._failure is not None:
@@ -239,10 +243,10 @@ async def read_body(request: Request, limit_bytes: int, read_s: float) -> bytes:
     if not request.complete:
         try:
             async with asyncio.timeout(read_s):
-                await request.read()
+                await request.received()
         except TimeoutError as error:
             raise body_too_slow(read_s) from error
-    body = await request.read()
+    body = request.body()
     if len(body) > limit_bytes:
         raise body_too_large(limit_bytes)
     return body

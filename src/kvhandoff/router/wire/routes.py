@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvhandoff.router.wire.messages import Handler
@@ -60,7 +61,8 @@ class Routes:
         """Raises RequestError: 404 where there is no such page, 405 where it takes other methods."""
         wanted = "GET" if method == "HEAD" else method
         allowed: set[str] = set()
-        for methods, parts in self._at(path):
+        exact = self._exact.get(path)
+        for methods, parts in self._matching(path) if exact is None else ((exact, _NONE),):
             route = methods.get(wanted)
             if route is not None:
                 return Found(route.handler, self._names[route.path], parts)
@@ -70,17 +72,14 @@ class Routes:
             raise no_endpoint(where)
         raise wrong_method(where, allowed)
 
-    def _at(self, path: str) -> Iterable[tuple[dict[str, RouteDef], Mapping[str, str]]]:
-        exact = self._exact.get(path)
-        if exact is not None:
-            yield exact, {}
-            return
+    def _matching(self, path: str) -> Iterable[tuple[dict[str, RouteDef], Mapping[str, str]]]:
         for pattern, methods in self._patterns.items():
             match = pattern.fullmatch(path)
             if match is not None:
                 yield methods, match.groupdict()
 
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 _PART = re.compile(r"\{(\w+)(?::([^}]*))?\}")
 
 

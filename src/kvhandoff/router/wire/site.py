@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.wire.messages import Request, Response, StreamResponse, error_response
+from kvhandoff.router.wire.messages import Handler, Request, Response, StreamResponse, error_response
 from kvhandoff.router.wire.routes import RouteDef, Routes
 from kvhandoff.web import CLIENT_LEFT, INTERNAL_ERROR, ClientGone
 
@@ -37,7 +37,7 @@ class Site:
     async def answer(self, request: Request) -> Response | StreamResponse:
         """Every error is an OpenAI error body, and none ends the service: nothing is raised."""
         try:
-            return await self._found(request)
+            return await self._handler(request)(request)
         except RequestError as error:
             return error_response(error)
         except ClientGone:
@@ -46,7 +46,8 @@ class Site:
             log.exception("%s %s failed", request.method, request.path)
             return error_response(INTERNAL_ERROR)
 
-    async def _found(self, request: Request) -> Response | StreamResponse:
+    def _handler(self, request: Request) -> Handler:
+        """Of the page, for who may have it. Raises RequestError."""
         try:
             found = self._routes.find(request.method, request.path)
         except RequestError:
@@ -54,4 +55,4 @@ class Site:
             raise
         request.page, request.match_info = found.page, found.parts
         self._admit(request)
-        return await found.handler(request)
+        return found.handler
