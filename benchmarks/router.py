@@ -24,6 +24,7 @@ from importlib.metadata import version
 
 from benchmarks.report import Goal, Report, console, in_turn, progress_bar
 from benchmarks.router_figures import (
+    WINDOWS,
     WORKERS_RATIO,
     Round,
     added,
@@ -51,7 +52,7 @@ WARM_UP_REQUESTS = 100_000
 """More than the router's index (50,000 names, two a turn) and records (10,000) hold. And more than 87,381: at
 so many keys a table of the last 50,000, one of each request, is made anew at its lasting size, 10 MB at once.
 """
-GROWTH_REQUESTS = 50_000
+GROWTH_REQUESTS = WINDOWS * 50_000
 GROWTH_STEP = 2_000
 WORKERS = 2
 

@@ -14,8 +14,9 @@ REQUESTS_RATIO = 0.6
 WORKERS_RATIO = 1.0
 GROWTH_BYTES = 64.0
 """Per request, after the warm-up: 3 MB in 50,000 requests, about what an allocator's pages wander by."""
-SETTLED = 0.8
-"""The last part of the requests after the warm-up, over which growth is measured."""
+WINDOWS = 3
+"""Growth is the median of so many stretches': memory that is lost grows in each of them, an allocator that
+takes another megabyte does so in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,14 @@ def added(through: Sequence[float], direct: Sequence[float]) -> tuple[float, flo
 
 
 def growth(samples: Sequence[tuple[int, int]]) -> float:
-    """Bytes per request: the slope (least squares) of memory over requests answered, (requests, bytes) each,
-    over the last `SETTLED` of them. Raises ValueError for fewer than two samples there."""
-    last = samples[round(len(samples) * (1 - SETTLED)) :]
-    requests, rss = [float(r) for r, _ in last], [float(b) for _, b in last]
-    return statistics.linear_regression(requests, rss).slope
+    """Bytes per request: the median of the slopes (least squares) of memory over requests answered, (requests,
+    bytes) each, in `WINDOWS` equal stretches. Raises ValueError for fewer than two samples in one."""
+    size = len(samples) // WINDOWS
+    slopes = []
+    for start in range(0, size * WINDOWS, size):
+        requests, rss = zip(*samples[start : start + size], strict=True)
+        slopes.append(statistics.linear_regression(requests, rss).slope)
+    return statistics.median(slopes)
 
 
 def goals(rounds: Mapping[str, Sequence[Round]], ours: str, theirs: str) -> list[Goal]:

@@ -37,13 +37,14 @@ def test_added() -> None:
     assert added([5.0, 6.0, 9.0], [1.0, 1.5, 2.0]) == (4.5, 7.0)
 
 
-def test_growth_is_that_after_the_warm_up() -> None:
-    flat = [(n, 1000) for n in range(0, 100, 10)]
+def test_growth_is_what_goes_on() -> None:
+    flat = [(n, 1000) for n in range(0, 120, 10)]
     assert growth(flat) == 0
-    assert growth([(0, 0), (10, 900), *flat[2:]]) == 0, "the first part is not in it"
-    assert growth([(n, 1000 + 7 * n) for n in range(0, 100, 10)]) == pytest.approx(7)
+    assert growth([*flat[:5], *((n, 900 + rss) for n, rss in flat[5:])]) == 0, "one step is no growth"
+    assert growth([(n, 1000 + 7 * n) for n in range(0, 120, 10)]) == pytest.approx(7)
+    assert growth([(n, 900 * (n // 30)) for n in range(0, 120, 10)]) > 0, "one in each stretch is"
     assert growth_goal(flat).holds
-    assert not growth_goal([(n, 65 * n) for n in range(0, 100, 10)]).holds
+    assert not growth_goal([(n, 65 * n) for n in range(0, 120, 10)]).holds
 
 
 def test_goals_are_ratios_of_the_same_round() -> None:

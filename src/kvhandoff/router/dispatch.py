@@ -18,6 +18,7 @@ from kvhandoff.router.answers import (
     whole,
     without_params,
 )
+from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.deadline import Deadlines
 from kvhandoff.router.dialect import dialect_of
@@ -25,6 +26,7 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.moves import Bound, Moved
 from kvhandoff.router.source import Source
+from kvhandoff.router.stream import Passage
 
 
 class Dispatcher:
@@ -91,9 +93,6 @@ class Dispatcher:
         """
         body = self._decode_body(x, engine)
         x.draft.decode = x.leg_at(engine)
-        limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
-        idle_s = self._timeouts.idle_s
-        pushed = x.source is not None and x.source.awaited
         name = "local" if x.source is None else "decode"
         with x.draft.traced(name, x.draft.decode, engine.url) as context:
             leg = self._post(x, engine, body, context)
@@ -103,30 +102,40 @@ class Dispatcher:
             ):
                 x.cut(Phase.BIND if x.path == "pull" else Phase.ROUTE)
                 try:
-                    with self._deadlines.within(limit + pushed * self._timeouts.prefill_s) as deadline:
-                        x.bound = Bound(engine, deadline, limit)
-
-                        def begun() -> None:
-                            outcome.succeeded()
-                            x.settle()
-                            deadline.lift()  # from here on, the passage has its own
-
-                        async with leg:
-                            passage = passage_of(
-                                x.request, x.draft, engine, x.timer, x.clock, idle_s, begun, x.answering
-                            )
-                            answer = await leg.answer(passage)
-                            if not passage.open:
-                                x.settle()
-                                return await _answer(x, engine, answer)
-                            await passage.carry()
+                    answered = await self._decode_leg(x, engine, leg, outcome)
                 except OSError as error:
                     if x.move is not None and isinstance(error, TimeoutError):
                         raise Moved from error
                     raise network_failure(engine, error) from error
                 finally:
                     x.bound = None
-        return await end_passage(passage, x.draft, x.key, engine)
+        if isinstance(answered, Passage):
+            return await end_passage(answered, x.draft, x.key, engine)
+        return answered
+
+    async def _decode_leg(
+        self, x: Exchange, engine: Engine, leg: wire.Leg, outcome: LegOutcome
+    ) -> Passage | Outcome:
+        """A leg that is under way; the passage of a stream, which is over by then, is to be ended."""
+        limit = self._timeouts.first_byte_s if x.summary.stream else self._timeouts.answer_s
+        pushed = x.source is not None and x.source.awaited
+        with self._deadlines.within(limit + pushed * self._timeouts.prefill_s) as deadline:
+            x.bound = Bound(engine, deadline, limit)
+
+            def begun() -> None:
+                outcome.succeeded()
+                x.settle()
+                deadline.lift()  # from here on, the passage has its own
+
+            async with leg:
+                idle_s = self._timeouts.idle_s
+                passage = passage_of(x.request, x.draft, engine, x.timer, x.clock, idle_s, begun, x.answering)
+                answer = await leg.answer(passage)
+                if passage.open:
+                    await passage.carry()
+                    return passage
+                x.settle()
+                return await _answer(x, engine, answer)
 
     def _decode_body(self, x: Exchange, engine: Engine) -> bytes:
         """What the decode or local leg is sent."""
