@@ -60,8 +60,8 @@ def added(through: Sequence[float], direct: Sequence[float]) -> tuple[float, flo
 
 
 def growth(samples: Sequence[tuple[int, int]]) -> float:
-    """Bytes per request: the median of the slopes (least squares) of memory over requests answered, (requests,
-    bytes) each, in `WINDOWS` equal stretches. Raises ValueError for fewer than two samples in one."""
+    """Bytes per request: the slope (least squares) of memory over requests answered, (requests, bytes) each;
+    median of `WINDOWS` equal stretches. Raises ValueError for fewer than two samples in one."""
     size = len(samples) // WINDOWS
     slopes = []
     for start in range(0, size * WINDOWS, size):
