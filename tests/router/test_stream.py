@@ -175,17 +175,21 @@ async def test_a_stream_that_ends_before_its_first_piece(error: wire.BrokenOff |
 
 
 async def test_a_leg_that_is_given_up_writes_nothing() -> None:
-    """Its first piece comes when it is as good as cancelled: the next attempt's may be the client's."""
+    """Its head and its first piece come when it is as good as cancelled: the next attempt's may be the
+    client's."""
     passage: Any = None
+    head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def leg() -> None:
         nonlocal passage
         passage = made(5.0)
-        assert passage.begin(Answer())
+        await head
         await passage.carry()
 
     task = asyncio.create_task(leg())
     await asyncio.sleep(0)
+    assert passage.begin(Answer())
+    head.set_result(None)
     task.cancel()
     passage.take(b"a", last=False)
     assert passage.response.written == b""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvhandoff.router.wire import BrokenOff, Client, NotConnected
+from kvhandoff.router.wire.client import _split
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES
 from kvhandoff.router.wire.leg import MAX_HELD_BYTES, LegAnswer, LegConnection
 from kvhandoff.web import free_port
@@ -221,6 +222,14 @@ async def test_an_answer_that_is_not_for_the_sink_is_read() -> None:
     assert (len(bucket.answers), bucket.pieces, bucket.ends) == (1, [], [])
 
 
+async def test_an_answer_that_nobody_waits_for_goes_nowhere() -> None:
+    bucket = Bucket()
+    connection, _, asking = await asked(bucket)
+    asking.cancel()
+    connection.data_received(SIZED)
+    assert (bucket.answers, bucket.pieces) == ([], [])
+
+
 async def test_a_sink_is_for_one_answer() -> None:
     bucket = Bucket()
     connection, wire, asking = await asked(bucket)
@@ -288,6 +297,22 @@ async def test_connections_are_kept_and_nothing_is_left() -> None:
         async with client.post(url, data=b"x", headers=b"") as leg:
             assert await (await leg.answer()).read() == b"hello"
         await client.close()
+
+
+async def test_a_kept_connection_is_used_at_once() -> None:
+    """The engine works while the leg's bounds are set up."""
+    client, connection = Client(1.0), LegConnection()
+    wire = Wire(connection)
+    place, _ = _split("http://h:1/p")
+    client.give_back(place, connection)
+    leg = client.post("http://h:1/p", data=b"x", headers=b"A: b\r\n")
+    assert wire.written == b"POST /p HTTP/1.1\r\nHost: h:1\r\nContent-Length: 1\r\nA: b\r\n\r\nx"
+    async with leg:
+        answer = asyncio.ensure_future(leg.answer())
+        await wire.feed([SIZED])
+        assert await (await answer).read() == b"hello"
+    assert client.kept(place) is connection
+    await client.close()
 
 
 async def test_nothing_listens() -> None:

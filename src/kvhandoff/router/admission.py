@@ -18,13 +18,11 @@ from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.index import Turn
 from kvhandoff.router.legs import leg_headers
-from kvhandoff.router.metrics import RouterMetrics
 from kvhandoff.router.names import key_of_names, names_of
 from kvhandoff.router.policy import (
     PATH_HEADER,
     RETURN_HEADER,
     History,
-    RequestSummary,
     choose_return,
     requested_path,
     requested_return,
@@ -43,7 +41,6 @@ class Admission:
         config: RouterConfig,
         fleet: Fleet,
         conversations: Conversations,
-        metrics: RouterMetrics,
         clock: Clock,
     ) -> None:
         self._config = config
@@ -51,7 +48,6 @@ class Admission:
         self._conversations = conversations
         self._names_key = key_of_names(config.cluster_key)
         self._prefixes = Prefixes(config.max_conversations)
-        self._metrics = metrics
         self._clock = clock
 
     async def admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Exchange:
@@ -61,7 +57,8 @@ class Admission:
         draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
         fields, summary = await read_request(request, draft, self._fleet.models, config)
-        self._check_endpoint(summary)
+        if summary.endpoint is Endpoint.RESPONSES:
+            self._check_responses(summary.model)
         x = Exchange(
             request=request,
             fields=fields,
@@ -97,7 +94,7 @@ class Admission:
         x.names = names
         x.retain = None if self._config.retain == "off" else self._config.retain
         history, missed = await self._conversations.find(names, self._locate)
-        self._metrics.count_lookup(found=history is not None)
+        x.draft.remembered = history is not None
         if missed is not None:
             x.draft.because(missed)
         if history is None:
@@ -140,10 +137,10 @@ class Admission:
         known = None if accounted else self._prefixes.tokens(history.key)
         return history.n_tokens if known is None else min(known, history.n_tokens)
 
-    def _check_endpoint(self, summary: RequestSummary) -> None:
-        endpoint, model = summary.endpoint, summary.model
-        if endpoint is Endpoint.RESPONSES and not self._fleet.serves_responses(model):
-            why = f"{endpoint.path}: the engines of {model!r} don't serve it; {Endpoint.CHAT.path} they do"
+    def _check_responses(self, model: str) -> None:
+        if not self._fleet.serves_responses(model):
+            here, there = Endpoint.RESPONSES.path, Endpoint.CHAT.path
+            why = f"{here}: the engines of {model!r} don't serve it; {there} they do"
             raise RequestError(why, status=501, code="unsupported_endpoint")
 
 

@@ -105,7 +105,7 @@ class Front(Pages):
             if self._registrations is not None:
                 sources.append(self._registrations)
             self._fleet = fleet = Fleet(self._config, session, self._clock, self._add_legs, sources)
-            admission = Admission(self._config, fleet, self._conversations, self._metrics, self._clock)
+            admission = Admission(self._config, fleet, self._conversations, self._clock)
             self._relay = Relay(self._config, fleet, admission, client, self._records, self._clock)
             try:
                 await asyncio.gather(self._fleet.start(), self._index.start())

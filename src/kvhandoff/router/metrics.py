@@ -164,14 +164,12 @@ class RouterMetrics:
     def count_request(self, draft: Draft) -> None:
         """One request ended."""
         self._request_of[draft.endpoint, draft.path or "none", str(draft.status)].inc()
+        if draft.remembered is not None:
+            self._lookup_of["hit" if draft.remembered else "miss",].inc()
 
     def count_refused(self, code: str) -> None:
         """One request had no key, or none for this page."""
         self._refused.labels(code).inc()
-
-    def count_lookup(self, *, found: bool) -> None:
-        """One turn's conversation was looked up."""
-        self._lookup_of["hit" if found else "miss",].inc()
 
     def observe(self, record: RequestRecord) -> None:
         """One record is complete."""

@@ -154,6 +154,8 @@ class Draft(msgspec.Struct, eq=False, weakref=True):
     path: Path | None = None
     weighed: Weighed | None = None
     requested_return: ReturnChoice = "off"
+    remembered: bool | None = None
+    """Whether the index knew its conversation; None: it was not asked."""
     history: Identity | None = None
     rebound: int = 0
     attempts: int = 0

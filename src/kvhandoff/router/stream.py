@@ -192,7 +192,9 @@ class Passage:
         self._on_done = on_done
         self._last = LastEvent(endpoint)
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancels = task, task.cancelling()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._answer: wire.LegAnswer | None = None
         self._begun = False
@@ -272,7 +274,7 @@ class Passage:
         try:
             if self._begun:
                 self.response.write(piece, last=last)
-            elif self._task is not None and self._task.cancelling():
+            elif self._task.cancelling() > self._cancels:
                 return  # the leg has been given up: another one may answer
             else:
                 self._write_first(piece, last=last)

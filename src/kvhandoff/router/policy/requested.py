@@ -29,17 +29,15 @@ _Choice = TypeVar("_Choice", bound=str)
 
 def requested_path(header: str | None, default: PathChoice) -> PathChoice:
     """The path that this request asks for in its header `x-kvhandoff-path`. Raises RequestError."""
-    return _requested(PATH_HEADER, header, PATH_CHOICES, default)
+    return default if header is None else _requested(PATH_HEADER, header, PATH_CHOICES)
 
 
 def requested_return(header: str | None, default: ReturnChoice) -> ReturnChoice:
     """What this request asks for in its header `x-kvhandoff-return`. Raises RequestError."""
-    return _requested(RETURN_HEADER, header, RETURN_CHOICES, default)
+    return default if header is None else _requested(RETURN_HEADER, header, RETURN_CHOICES)
 
 
-def _requested(name: str, header: str | None, allowed: Sequence[_Choice], default: _Choice) -> _Choice:
-    if header is None:
-        return default
+def _requested(name: str, header: str, allowed: Sequence[_Choice]) -> _Choice:
     for choice in allowed:
         if header.strip().lower() == choice:
             return choice

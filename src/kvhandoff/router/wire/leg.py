@@ -289,9 +289,9 @@ class LegConnection(asyncio.Protocol):
             return
         self._keep_alive = parser.should_keep_alive()
         self._answer = answer = LegAnswer(self, status, Headers(self._pairs))
-        if self._sink is not None and self._sink.begin(answer):
-            answer.pour(self._sink)
-        if not head.done():
+        if not head.done():  # else whoever has asked has gone
+            if self._sink is not None and self._sink.begin(answer):
+                answer.pour(self._sink)
             head.set_result(answer)
 
     def on_body(self, piece: bytes) -> None:
