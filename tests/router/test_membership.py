@@ -276,8 +276,10 @@ async def test_a_fleet_that_is_drained_as_a_whole(cluster: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "said", "code"),
     [
-        ({}, "missing required field `engine`", None),
-        ({"engine": "d0d0", "drain": "yes"}, "Expected `bool`", None),
+        ({}, "engine: missing, it is required", None),
+        ({"engine": "d0d0", "drain": "yes"}, "drain: got 'yes', allowed is true or false", None),
+        ({"engine": "d0d0", "x": 1}, "body: got the unknown field 'x', allowed are engine, drain", None),
+        ([], "body: got [], allowed is an object", None),
         ({"engine": "nobody"}, "engine: got 'nobody', allowed is d0d0, p0", "engine_not_found"),
     ],
 )

@@ -191,9 +191,16 @@ async def test_unknown_and_bad_orders(cluster: Any) -> None:
             "decode",
         )
         assert answer["error"]["message"] == "decode: got 'nobody', allowed is d0d0, d1d1"
-        for raw in (b"x", b"[]", b'{"decode":5}', b'{"engine":"d1d1"}', b'{"decode":"\xff"}'):
+        for raw, field, said in (
+            (b"x", "body", "body: it must be a JSON object ("),
+            (b"[]", "body", "body: got [], allowed is an object"),
+            (b'{"decode":5}', "decode", "decode: got 5, allowed is a string or null"),
+            (b'{"engine":"d1d1"}', "body", "body: got the unknown field 'engine', allowed are decode"),
+            (b'{"decode":"\xff"}', "body", "body: it must be a JSON object (it is not valid UTF-8)"),
+        ):
             status, answer = await rebind(c, d, raw=raw)
-            assert (status, answer["error"]["param"]) == (400, "body")
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert answer["error"]["message"].startswith(said)
         assert code(await rebind(c, d, raw=b" " * 5000)) == (413, "body_too_large")
         assert code(await rebind(c, d, c.d.engine_id)) == (409, "not_rebound")
         async with c.session.get(f"{c.url}/v1/handoffs/x/rebind") as response:

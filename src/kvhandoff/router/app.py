@@ -26,7 +26,7 @@ from kvhandoff.router.members import MemberSource
 from kvhandoff.router.merging import merge_metrics, merge_ready, merge_running
 from kvhandoff.router.pages import PROMETHEUS, Answering, Pages
 from kvhandoff.router.ready import describe_engine, describe_fleet
-from kvhandoff.router.rebind import read_order, rebind
+from kvhandoff.router.rebind import read_rebind, rebind
 from kvhandoff.router.rebinder import Rebinder
 from kvhandoff.router.records import Draft, RequestRecord
 from kvhandoff.router.registrations import Registrations
@@ -148,7 +148,7 @@ class Front(Pages):
     async def rebind(self, request: wire.Request) -> wire.Response:
         """Move a request to another decode engine before its answer begins. For operators."""
         draft = self._draft(request)
-        order = read_order(await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s))
+        order = read_rebind(await read_body(request, _MAX_ORDER_BYTES, self._config.timeouts.body_s))
         running = self._relay.running.get(draft.handoff_id)
         return json_response(await rebind(draft, running, self._fleet, self._config.policies, order))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvhandoff.core.errors import RequestError, invalid
+from kvhandoff.core.errors import invalid
 from kvhandoff.router.engine import Engine
 from kvhandoff.router.fleet import Fleet
+from kvhandoff.router.orders import read_order
 
 
 class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,17 +19,10 @@ class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False: it gets legs again."""
 
 
-_order = msgspec.json.Decoder(DrainOrder)
-
-
 def drain(raw: bytes, fleet: Fleet) -> Engine:
     """Carry the order in a body out: the engine. It holds for this router until it is taken back, or the
     engine is no member any more. Raises RequestError (400)."""
-    try:
-        order = _order.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f'body: allowed is {{"engine": "ID or URL", "drain": true or false}} ({error})'
-        raise RequestError(why, param="body") from error
+    order = read_order(raw, DrainOrder)
     for engine in (*fleet.prefill, *fleet.decode):
         if order.engine in (engine.url, engine.state.engine_id if engine.state is not None else None):
             engine.ordered_drain = order.drain

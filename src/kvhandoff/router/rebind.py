@@ -11,6 +11,7 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.moves import Bound, Move, Rebound
+from kvhandoff.router.orders import read_order
 from kvhandoff.router.policy import Policies
 from kvhandoff.router.records import Draft
 
@@ -22,18 +23,9 @@ class RebindOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engine id; None: the router chooses."""
 
 
-_order = msgspec.json.Decoder(RebindOrder)
-
-
-def read_order(raw: bytes) -> RebindOrder:
+def read_rebind(raw: bytes) -> RebindOrder:
     """The order in a body. Raises RequestError (400)."""
-    if not raw.strip():
-        return RebindOrder()
-    try:
-        return _order.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f'body: allowed is nothing, or {{"decode": "ENGINE_ID"}} ({error})'
-        raise RequestError(why, param="body") from error
+    return read_order(raw, RebindOrder) if raw.strip() else RebindOrder()
 
 
 async def rebind(
