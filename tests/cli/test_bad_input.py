@@ -103,6 +103,44 @@ def test_no_cluster_key() -> None:
     assert "KVHANDOFF_CLUSTER_KEY" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["router", "--decode", "foo[/b]bar"], "decode: got 'foo[/b]bar', allowed is http://HOST:PORT"),
+        (["router", "--decode", "http://[fd00::1]:99999"], "decode: got 'http://[fd00::1]:99999' (Port out"),
+        (
+            ["router", "--decode", "http://x:1", "--tenants", "no[/x]file"],
+            "tenants: no[/x]file can't be read",
+        ),
+        (["router", "--port", "[/b]"], "'--port': got '[/b]': Input should be a valid integer"),
+        (["router-key", "[/b]"], "name: got '[/b]', allowed is 1 to 64 letters"),
+        (["up", "--port", "0", "--model", "x[/b]y"], "model: 'x[/b]y' was not found"),
+        (["engine", "--role", "decode", "--control", ":x:[/b]"], "control: got ':x:[/b]', allowed is tcp://"),
+        (["doctor", "--engine", "[bold]"], "engine: got '[bold]', allowed is http://HOST:PORT"),
+    ],
+)
+def test_values_are_shown_as_they_are(arguments: list[str], said: str) -> None:
+    """None is taken for markup, or for the name of an emoji."""
+    done = run(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+
+
+def test_an_extra_is_named() -> None:
+    """Where its libraries are not installed, and in the help."""
+    code = (
+        "import sys; sys.modules['opentelemetry.sdk.trace'] = None; from kvhandoff.cli import main\n"
+        "sys.argv = ['kvhandoff', 'router', '--decode', 'http://x:1', '--traces', 'http://x:2']; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'kvhandoff[traces]', or --traces off" in done.stderr
+    for command in ("up", "engine", "router"):
+        assert "Needs kvhandoff[traces]." in run(command, "--help").stdout
+
+
 @pytest.mark.parametrize("command", [["up"], ["engine", "--role", "decode"]])
 def test_bad_models(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
 
 from kvhandoff import __version__
 from kvhandoff.cli import doctor, engine, router, router_key, up, vllm_engine
 from kvhandoff.cli.command import Command
+from kvhandoff.cli.consoles import plain_console, wrong
 from kvhandoff.core.errors import ConfigError
 
 app = typer.Typer(
@@ -48,5 +48,5 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        plain_console(stderr=True).print(wrong("error", error))
         sys.exit(2)

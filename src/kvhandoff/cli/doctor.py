@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, ClusterKeyFile, cluster_key
+from kvhandoff.cli.consoles import plain_console, wrong
 from kvhandoff.core.errors import check_once
 
 
@@ -37,20 +37,20 @@ def doctor(
         return await asyncio.gather(*(examine(address, key) for address in addresses))
 
     findings = asyncio.run(examine_all())
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     for finding in findings:
-        console.print(f"[bold]{finding.address.url}[/]")
+        console.print(finding.address.url, style="bold")
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
         for name, value in finding.facts.items():
-            table.add_row(escape(name), escape(value))
+            table.add_row(name, value)
         if finding.facts:
             console.print(table)
         for problem in finding.problems:
-            console.print(f"  [bold red]wrong:[/] {escape(problem)}")
+            console.print(Text("  ") + wrong("wrong", problem))
     between = [f"they refuse each other: {difference}" for difference in disagreements(findings)]
     between += same_engines(findings)
     for problem in between:
-        console.print(f"[bold red]wrong:[/] {escape(problem)}")
+        console.print(wrong("wrong", problem))
     if key is None:
         console.print(f"The cluster key was not checked: set ${CLUSTER_KEY_ENV} or --cluster-key-file.")
     if between or any(finding.problems for finding in findings):

@@ -19,7 +19,7 @@ Traces = typer.Option(
     "--traces",
     metavar="URL|off",
     help="An OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318), or off. By default "
-    "$OTEL_EXPORTER_OTLP_ENDPOINT, and off without it. Needs kvhandoff[traces].",
+    "$OTEL_EXPORTER_OTLP_ENDPOINT, and off without it. Needs kvhandoff\\[traces].",  # no markup
 )
 
 

@@ -15,9 +15,11 @@ import typer
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, MOST_GIB, check_port, stop_event
+from kvhandoff.cli.consoles import plain_console, wrong
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
 from kvhandoff.cli.logs import Format, Level, LogFormat, set_up_logging
 from kvhandoff.cli.router import (
@@ -155,13 +157,13 @@ async def _serve(
     in_json: bool,
 ) -> None:
     """`in_json`: what is said goes to the log, and nothing is drawn between its lines."""
-    console = Console(stderr=True, highlight=False, quiet=in_json)
+    console = plain_console(stderr=True, quiet=in_json)
     say: Callable[[str], None] = _log.warning if in_json else console.print
     stop = stop_event(lifeline=False)
     children = list(engines)
     keepers: list[asyncio.Task[None]] = []
     try:
-        with console.status(f"starting {len(engines)} engines with {model} …"):
+        with console.status(Text(f"starting {len(engines)} engines with {model} …")):
             started = await _unless(stop, asyncio.gather(*(child.start() for child in engines)))
             if started is None:
                 return
@@ -177,7 +179,7 @@ async def _serve(
         keepers = [asyncio.create_task(keep_running(child, say)) for child in children]
         await stop.wait()
     except ChildFailed as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        console.print(wrong("error", error))
         if in_json:
             _log.error("%s", error)
         raise typer.Exit(1) from error
@@ -220,5 +222,5 @@ def _tell(
     body = json.dumps({"model": model, "max_tokens": 50, "temperature": 0, "messages": [message]})
     key = " -H 'Authorization: Bearer KEY'" if keys else ""
     command = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    console.print(f"\nReady. Try:\n\n{command}\n", soft_wrap=True, markup=False)
-    console.print(f"and then {url}/v1/handoffs/ID with the answer's id. Ctrl-C ends all.", soft_wrap=True)
+    console.print(f"\nReady. Try:\n\n{command}\n")
+    console.print(f"and then {url}/v1/handoffs/ID with the answer's id. Ctrl-C ends all.")
