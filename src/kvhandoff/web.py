@@ -9,6 +9,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import os
 import random
 import re
 import socket
@@ -192,7 +193,14 @@ def encoded_body(encoding: str) -> RequestError:
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """An address that can't be had."""
-    why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+    unknown = isinstance(error, socket.gaierror)
+    # asyncio puts words of its own around those of the system.
+    why = error.strerror if unknown or error.errno is None else os.strerror(error.errno)
+    if unknown or error.errno == errno.EADDRNOTAVAIL:
+        allowed = "an address or a name of this machine; 0.0.0.0 or :: is all of them"
+        return ConfigError(f"host: got {host!r}, which can't be listened at ({why}), allowed is {allowed}")
+    if error.errno == errno.EADDRINUSE:
+        why = "the port is in use"
     return ConfigError(f"port {port} on {host}: can't listen ({why})")
 
 

@@ -51,6 +51,11 @@ def run(*arguments: str, key: str = "the key of these tests") -> subprocess.Comp
         ),
         (["router", "--decode", "http://127.0.0.1:1", "--connector", "nixl", "--host", ""], "host: got ''"),
         (["router", "--decode", "http://127.0.0.1:1", "--host", "a..b"], "host: got 'a..b', allowed is an"),
+        (["router", "--decode", "http://127.0.0.1:1", "--host", "a b"], "host: got 'a b', allowed is an"),
+        (
+            ["router", "--decode", "http://127.0.0.1:1", "--workers", "2", "--return", "off", "--host", " "],
+            "host: got ' ', allowed is an address or a name",
+        ),
         (["engine", "--role", "decode", "--host", ""], "host: got '', allowed is an address or a name"),
         (["up", "--host", ""], "host: got '', allowed is an address or a name"),
         (["router", "--decode", "localhost"], "http://HOST:PORT"),
@@ -163,8 +168,30 @@ def test_port_in_use(command: list[str]) -> None:
         model = [] if command[0] == "router" else ["--model", str(cached_tiny_model("llama"))]
         done = run(*command, *model, "--port", port)
     assert done.returncode == 2
-    assert port in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr == f"error: port {port} on 127.0.0.1: can't listen (the port is in use)\n"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["up"],
+        ["engine", "--role", "decode"],
+        ["router"],
+        ["router", "--connector", "nixl"],
+        ["router", "--workers", "2", "--return", "off"],
+    ],
+)
+def test_a_host_of_another_machine(command: list[str], host: str) -> None:
+    engine = ["--decode", "http://127.0.0.1:1"] if command[0] == "router" else []
+    done = run(*command, *engine, "--port", "0", "--host", host)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()  # and nothing has been started
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"error: host: got '{host}', which can't be listened at (")
+    assert lines[0].endswith(
+        "), allowed is an address or a name of this machine; 0.0.0.0 or :: is all of them"
+    )
 
 
 def test_import_and_router_need_no_torch() -> None:

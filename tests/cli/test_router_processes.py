@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -93,6 +94,29 @@ async def pair(make: type[MockEngine] = MockEngine) -> AsyncIterator[tuple[MockE
 def before(*engines: MockEngine) -> list[str]:
     """The flags of a router before these engines."""
     return [word for engine in engines for word in (f"--{engine.role}", engine.address)]
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_an_ipv6_host() -> None:
+    """What it says of its address is a URL."""
+    engine = MockEngine("decode", "d")
+    await engine.start()
+    try:
+        async with router("--host", "::1", *before(engine)) as process, aiohttp.ClientSession() as session:
+            assert process.url.startswith("http://[::1]:")
+            async with session.get(f"{process.url}/health") as answer:
+                assert await answer.json() == {"status": "ok"}
+    finally:
+        await engine.kill()
 
 
 # ---- TLS ----

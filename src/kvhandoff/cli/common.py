@@ -13,6 +13,7 @@ import typer
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.core.urls import check_host
 from kvhandoff.handoff.signing import check_cluster_key
+from kvhandoff.web import cannot_listen
 
 CLUSTER_KEY_ENV = "KVHANDOFF_CLUSTER_KEY"
 
@@ -44,14 +45,18 @@ def cluster_key(file: Path | None) -> bytes:
 
 
 def check_port(host: str, port: int) -> None:
-    """Find a used port before a model is loaded, not after. Raises ConfigError."""
+    """Find a used port, or a host where nobody can listen, before anything is started. Raises ConfigError."""
     check_host("host", host)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"port {port} on {host}: can't listen ({error.strerror})") from error
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:  # as servers do: the same port of IPv4 is another one
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
 
 
 def stop_event(*, lifeline: bool) -> asyncio.Event:

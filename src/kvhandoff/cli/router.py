@@ -17,6 +17,7 @@ from kvhandoff.cli.common import (
     MOST_SECONDS,
     ClusterKeyFile,
     Lifeline,
+    check_port,
     cluster_key,
     stop_event,
 )
@@ -24,6 +25,7 @@ from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_loggin
 from kvhandoff.cli.traces import Traces, traces_endpoint
 from kvhandoff.cli.workers import run_workers
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import root_url
 from kvhandoff.handoff.settings import HandoffSettings
 
 if TYPE_CHECKING:
@@ -277,6 +279,7 @@ def router(
             security,
             spans_to,
         )
+        check_port(host, port)
         _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
         return
 
@@ -317,6 +320,8 @@ def router(
             )
         uvloop.run(run_workers(workers, host, port, shutdown_s=shutdown_timeout, lifeline=lifeline))
         return
+    if workers == 1:  # several share it, and their parent has it
+        check_port(host, port)
     _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)
 
 
@@ -359,7 +364,7 @@ def _run(serve: Callable[[], Awaitable[Server]], host: str, *, tls: bool, lifeli
     async def run() -> None:
         stop = stop_event(lifeline=lifeline)
         server = await serve()
-        url = f"{'https' if tls else 'http'}://{host}:{server.port}"
+        url = root_url(host, server.port, scheme="https" if tls else "http")
         sys.stdout.write(msgspec.json.encode({"url": url}).decode() + "\n")
         sys.stdout.flush()
         _log.info("router at %s", url)

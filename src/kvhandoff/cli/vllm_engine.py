@@ -24,6 +24,7 @@ from kvhandoff.cli.common import MOST_SECONDS, Lifeline, check_port, stop_event
 from kvhandoff.cli.engine import Role
 from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
 from kvhandoff.core.errors import ConfigError, KVHandoffError
+from kvhandoff.core.urls import root_url
 from kvhandoff.web import free_port
 
 HOST = "127.0.0.1"
@@ -171,7 +172,7 @@ async def _served(engine: VllmEngine) -> dict[str, str]:
     from kvhandoff.router.address import EngineAddress
     from kvhandoff.router.side import NoReport, SidePages
 
-    url, internal = (f"http://{HOST}:{port}" for port in (engine.port, engine.internal_port))
+    url, internal = (root_url(HOST, port) for port in (engine.port, engine.internal_port))
     async with aiohttp.ClientSession(trust_env=False) as session:
         pages = SidePages(EngineAddress(url, internal), session)
         while True:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.urls import root_url
 from kvhandoff.embedded.exact import prepare_environment
 from kvhandoff.engine.names import hold_name
 from kvhandoff.engine.register import Registrar, check_registration
@@ -162,7 +163,7 @@ async def run_engine(config: EngineConfig, started: Callable[[Started], None], s
             middlewares.append(await traces.enter_async_context(tracing))
         app = create_app(agent, core, text, config.model_name, middlewares=middlewares)
         server = await serve(app, config.host, config.port)
-        url = f"http://{config.host}:{server.port}"
+        url = root_url(config.host, server.port)
         spare_collector()
         if config.register:
             assert config.role != "both", "checked"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvhandoff.core.errors import ConfigError
-from kvhandoff.core.urls import check_url
+from kvhandoff.core.urls import check_url, root_url
 
 SIDE_PORT = 14579
 """Where a vLLM engine's connector listens unless it is told otherwise (`kv_port` of --kv-transfer-config)."""
@@ -33,7 +33,7 @@ class EngineAddress(NamedTuple):
         if self.internal is not None:
             return (self.internal,)
         host = urlsplit(self.url).hostname or ""
-        return (self.url, f"http://{f'[{host}]' if ':' in host else host}:{SIDE_PORT}")
+        return (self.url, root_url(host, SIDE_PORT))
 
 
 def parse_address(name: str, text: str) -> EngineAddress:
@@ -58,7 +58,7 @@ class EngineName(NamedTuple):
 
     def url(self, address: str) -> str:
         """The engine at this one of its IP addresses."""
-        return f"http://{f'[{address}]' if ':' in address else address}:{self.port}"
+        return root_url(address, self.port)
 
 
 def parse_name(name: str, text: str) -> EngineName:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from kvhandoff.core.urls import bracketed, root_url
 from kvhandoff.engine.agent import HandoffAgent
 from kvhandoff.engine.api import EngineControl, KVHooks
 from kvhandoff.engine.facts import EngineFacts
@@ -134,7 +135,7 @@ class Driver:
                 self._core,
                 self._mover,
                 key,
-                control_bind=f"tcp://{_bracketed(extra.host)}:{extra.control_port}",
+                control_bind=f"tcp://{bracketed(extra.host)}:{extra.control_port}",
                 settings=extra.handoff,
                 min_return_tokens=extra.min_return_tokens,
             )
@@ -145,10 +146,9 @@ class Driver:
             server = await serve(app, extra.host, settings.port)
             stack.push_async_callback(server.close)
             _log.info(
-                "engine %s: handoff at http://%s:%d and %s",
+                "engine %s: handoff at %s and %s",
                 self._agent.me,
-                _bracketed(extra.host),
-                server.port,
+                root_url(extra.host, server.port),
                 self._agent.control_address,
             )
             if extra.register:
@@ -160,13 +160,8 @@ class Driver:
                     self._agent.me,
                     extra.role,
                     extra.register_url,
-                    internal=f"http://{_bracketed(extra.host)}:{server.port}",
+                    internal=root_url(extra.host, server.port),
                 )
                 await stack.enter_async_context(registrar)
             self._started.set_result(None)
             await self._stop.wait()
-
-
-def _bracketed(host: str) -> str:
-    """As a URL has it."""
-    return f"[{host}]" if ":" in host else host
