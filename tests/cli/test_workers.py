@@ -109,15 +109,19 @@ async def test_a_worker_that_hangs_is_killed_and_started_again(
     monkeypatch.setattr(sys, "argv", ["kvhandoff", *arguments])
     monkeypatch.setenv("KVHANDOFF_CLUSTER_KEY", CLUSTER_KEY.decode())
     before = psutil.Process().children()
+    announced: list[object] = []
 
     def workers() -> list[psutil.Process]:
         return [child for child in psutil.Process().children() if child not in before]
 
     caplog.set_level("INFO", "kvhandoff")
-    parent = asyncio.create_task(run_workers(2, "127.0.0.1", 0, shutdown_s=0.0, lifeline=False))
+    parent = asyncio.create_task(
+        run_workers(2, "127.0.0.1", 0, announced.append, shutdown_s=0.0, lifeline=False)
+    )
     try:
         await until(lambda: any("2 workers at" in message for message in caplog.messages))
         hung, other = workers()
+        assert [list(facts) for facts in announced] == [["url"]]
         hung.send_signal(signal.SIGSTOP)
         await until(lambda: any("serves again" in message for message in caplog.messages))
         assert not alive(hung.pid)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvhandoff.core.errors import ConfigError, KVHandoffError
+import msgspec
+
+from kvhandoff.core.errors import ConfigError, KVHandoffError, describe, excerpt
 
 STOP_S = 10.0
 """A child that hasn't ended this long after SIGTERM is killed, unless it may take longer."""
 
 
 class ChildFailed(KVHandoffError):
-    """A child ended before it served."""
+    """A child could not be started, or has ended before it served, or says nothing that can be read."""
 
 
 @dataclass(slots=True)
@@ -50,23 +52,37 @@ class Child:
         ours = [name, "--port", str(self.port), "--lifeline"]
         command = [sys.executable, "-m", "kvhandoff", *ours, *arguments]
         self.served = False
-        self.process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=self.environment,
-            start_new_session=True,  # Ctrl-C reaches this process only, which ends them in order
-        )
-        assert self.process.stdout is not None
-        line = await self.process.stdout.readline()
-        if not line:
-            code = await self.process.wait()
-            if code == 2:
-                raise ConfigError(f"{self.name} could not start; its message is above")
-            raise ChildFailed(f"{self.name} ended with exit code {code} before it served")
-        facts: dict[str, str] = json.loads(line)
-        self.port = int(facts["url"].rsplit(":", 1)[1])
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,  # closed by the child after its line: see `take_stdout`
+                env=self.environment,
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends them in order
+            )
+        except OSError as error:  # no process or file is left, or Python is just being replaced
+            raise ChildFailed(f"{self.name} could not be started: {describe(error)}") from error
+        facts = await self._announced(self.process)
         self.served = True
+        return facts
+
+    async def _announced(self, process: asyncio.subprocess.Process) -> dict[str, str]:
+        assert process.stdout is not None
+        line = b""
+        try:
+            line = await process.stdout.readline()
+            if not line:
+                code = await process.wait()
+                if code == 2:
+                    raise ConfigError(f"{self.name} could not start; its message is above")
+                raise ChildFailed(f"{self.name} ended with exit code {code} before it served")
+            facts = msgspec.json.decode(line, type=dict[str, str])
+            self.port = int(facts["url"].rsplit(":", 1)[1])
+        except (msgspec.DecodeError, LookupError, ValueError) as error:  # the last: of a line without an end
+            self.kill()
+            await process.wait()
+            said = excerpt(line.decode(errors="replace")) if line else "a line that is too long"
+            raise ChildFailed(f"{self.name} said {said}, allowed is JSON with its url") from error
         return facts
 
     async def ended(self) -> int:
@@ -111,6 +127,21 @@ async def keep_running(child: Child, say: Callable[[str], None], *, first_pause:
                 pause = min(pause * 2, 30.0)
         pause = first_pause
         say(f"{child.name} serves again at port {child.port}")
+
+
+async def keep_until(stop: asyncio.Event, keeping: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all of `keeping` until `stop`. None of it ends by itself: an error in one is raised, since nobody
+    would keep that child any more."""
+    stopped = asyncio.create_task(stop.wait())
+    keepers = [asyncio.create_task(each) for each in keeping]
+    try:
+        done, _ = await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (stopped, *keepers):
+            task.cancel()
+        await asyncio.gather(stopped, *keepers, return_exceptions=True)
 
 
 def _how(code: int) -> str:

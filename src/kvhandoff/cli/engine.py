@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
 import typer
 
+from kvhandoff.cli.announce import take_stdout
 from kvhandoff.cli.common import (
     MOST_GIB,
     MOST_SECONDS,
@@ -115,7 +114,9 @@ def engine(
     lifeline: bool = Lifeline,
 ) -> None:
     """Run one embedded engine. When it serves, it prints one line of JSON with its addresses."""
-    from kvhandoff.embedded.process import EngineConfig, Started, choose_transport, prepare, run_engine
+    announce = take_stdout()
+
+    from kvhandoff.embedded.process import EngineConfig, choose_transport, prepare, run_engine
     from kvhandoff.engine.register import check_registration
     from kvhandoff.transport.control import check_control
 
@@ -166,10 +167,6 @@ def engine(
         register_url=register_url,
         traces=spans_to,
     )
-
-    def announce(started: Started) -> None:
-        sys.stdout.write(msgspec.json.encode(started).decode() + "\n")
-        sys.stdout.flush()
 
     async def serve() -> None:
         await run_engine(config, announce, stop_event(lifeline=lifeline))

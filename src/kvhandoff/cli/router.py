@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
 
+from kvhandoff.cli.announce import Announce, take_stdout
 from kvhandoff.cli.common import (
     MOST_SECONDS,
     ClusterKeyFile,
@@ -235,6 +234,8 @@ def router(
     lifeline: bool = Lifeline,
 ) -> None:
     """Run the router in front of engines that are up."""
+    announce = take_stdout()
+
     from kvhandoff.router.security import Security
 
     set_up_logging(log_level, log_format, "router" if worker is None else f"router worker {worker}")
@@ -280,7 +281,7 @@ def router(
             spans_to,
         )
         check_port(host, port)
-        _run(start, host, tls=tls_cert is not None, lifeline=lifeline)
+        _run(start, host, announce, tls=tls_cert is not None, lifeline=lifeline)
         return
 
     import uvloop
@@ -318,11 +319,11 @@ def router(
                 f"workers: got {workers} with --index {index}, allowed is 1; --return off; or an index that "
                 "they share (valkey://HOST:PORT/DB), since any worker may get a conversation's next turn"
             )
-        uvloop.run(run_workers(workers, host, port, shutdown_s=shutdown_timeout, lifeline=lifeline))
+        uvloop.run(run_workers(workers, host, port, announce, shutdown_s=shutdown_timeout, lifeline=lifeline))
         return
     if workers == 1:  # several share it, and their parent has it
         check_port(host, port)
-    _run(lambda: serve(config), host, tls=tls_cert is not None, lifeline=lifeline)
+    _run(lambda: serve(config), host, announce, tls=tls_cert is not None, lifeline=lifeline)
 
 
 def _upstream(
@@ -358,15 +359,16 @@ def _upstream(
     return lambda: serve_upstream(config)
 
 
-def _run(serve: Callable[[], Awaitable[Server]], host: str, *, tls: bool, lifeline: bool) -> None:
+def _run(
+    serve: Callable[[], Awaitable[Server]], host: str, announce: Announce, *, tls: bool, lifeline: bool
+) -> None:
     """Serve until told to end; the line on standard output says where."""
 
     async def run() -> None:
         stop = stop_event(lifeline=lifeline)
         server = await serve()
         url = root_url(host, server.port, scheme="https" if tls else "http")
-        sys.stdout.write(msgspec.json.encode({"url": url}).decode() + "\n")
-        sys.stdout.flush()
+        announce({"url": url})
         _log.info("router at %s", url)
         try:
             await stop.wait()

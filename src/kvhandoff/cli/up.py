@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running
+from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running, keep_until
 from kvhandoff.cli.common import CLUSTER_KEY_ENV, MOST_GIB, check_port, stop_event
 from kvhandoff.cli.consoles import plain_console, wrong
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
@@ -161,7 +161,6 @@ async def _serve(
     say: Callable[[str], None] = _log.warning if in_json else console.print
     stop = stop_event(lifeline=False)
     children = list(engines)
-    keepers: list[asyncio.Task[None]] = []
     try:
         with console.status(Text(f"starting {len(engines)} engines with {model} …")):
             started = await _unless(stop, asyncio.gather(*(child.start() for child in engines)))
@@ -176,17 +175,13 @@ async def _serve(
         if in_json:
             served = {child.name: each["url"] for child, each in zip(engines, started, strict=True)}
             _log.info("ready at %s", facts["url"], extra={"url": facts["url"], "engines": served})
-        keepers = [asyncio.create_task(keep_running(child, say)) for child in children]
-        await stop.wait()
+        await keep_until(stop, [keep_running(child, say) for child in children])
     except ChildFailed as error:
         console.print(wrong("error", error))
         if in_json:
             _log.error("%s", error)
         raise typer.Exit(1) from error
     finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
         with console.status("stopping …"):
             for group in (children[len(engines) :], engines):  # the router first: it has nobody to wait for
                 await asyncio.gather(*(child.stop() for child in group))

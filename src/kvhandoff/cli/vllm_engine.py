@@ -14,12 +14,12 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import typer
 
+from kvhandoff.cli.announce import Announce, take_stdout
 from kvhandoff.cli.common import MOST_SECONDS, Lifeline, check_port, stop_event
 from kvhandoff.cli.engine import Role
 from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
@@ -102,6 +102,7 @@ def vllm_engine(
     lifeline: bool = Lifeline,
 ) -> None:
     """Run one engine of vLLM; what follows `--` is for vLLM."""
+    announce = take_stdout()
     set_up_logging(log_level, log_format, engine_id)
     engine = VllmEngine(
         command=vllm_command,
@@ -118,10 +119,6 @@ def vllm_engine(
     command = engine.command_line(log_level=log_level.value)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level.upper())
 
-    def announce(facts: dict[str, str]) -> None:
-        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-        sys.stdout.flush()
-
     async def run() -> None:
         await run_vllm(engine, command, announce, stop_event(lifeline=lifeline), start_timeout)
 
@@ -135,7 +132,7 @@ def vllm_engine(
 async def run_vllm(
     engine: VllmEngine,
     command: Sequence[str],
-    announce: Callable[[dict[str, str]], None],
+    announce: Announce,
     stop: asyncio.Event,
     start_s: float,
 ) -> None:

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running
+from kvhandoff.cli.announce import Announce
+from kvhandoff.cli.children import STOP_S, Child, ChildFailed, keep_running, keep_until
 from kvhandoff.cli.common import stop_event
 from kvhandoff.cli.doors import doors_folder
 from kvhandoff.cli.watch import kill_when_hung
@@ -32,9 +31,11 @@ def worker_arguments(given: Sequence[str], index: int, count: int, port: int, do
     return [*given, *own]
 
 
-async def run_workers(count: int, host: str, port: int, *, shutdown_s: float, lifeline: bool) -> None:
+async def run_workers(
+    count: int, host: str, port: int, announce: Announce, *, shutdown_s: float, lifeline: bool
+) -> None:
     """Run `count` workers with this process's own command line until told to end; one that ends or
-    hangs is started again. Prints where they serve, as a single router does.
+    hangs is started again. Announces where they serve, as a single router does.
 
     Raises ConfigError when the port can't be had, or a worker says that it can't start.
     """
@@ -52,13 +53,12 @@ async def run_workers(count: int, host: str, port: int, *, shutdown_s: float, li
             )
             for i in range(count)
         ]
-        await _keep(workers, doors, stop)
+        await _keep(workers, doors, announce, stop)
 
 
-async def _keep(workers: Sequence[Child], doors: Path, stop: asyncio.Event) -> None:
+async def _keep(workers: Sequence[Child], doors: Path, announce: Announce, stop: asyncio.Event) -> None:
     from kvhandoff.router.worker import side_door
 
-    keepers: list[asyncio.Task[None]] = []
     try:
         starting = asyncio.gather(*(worker.start() for worker in workers))
         stopping = asyncio.ensure_future(stop.wait())
@@ -71,19 +71,14 @@ async def _keep(workers: Sequence[Child], doors: Path, stop: asyncio.Event) -> N
             return  # told to end before all served
         finally:
             stopping.cancel()
-        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-        sys.stdout.flush()
+        announce(facts)
         log.info("%d workers at %s", len(workers), facts["url"])
-        for index, worker in enumerate(workers):
-            keepers.append(asyncio.create_task(keep_running(worker, log.warning)))
-            keepers.append(asyncio.create_task(kill_when_hung(worker, side_door(doors, index))))
-        await stop.wait()
+        keeping = [keep_running(worker, log.warning) for worker in workers]
+        keeping += [kill_when_hung(worker, side_door(doors, i)) for i, worker in enumerate(workers)]
+        await keep_until(stop, keeping)
     except ChildFailed as error:
         raise ConfigError(f"workers: {error}") from error
     finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in workers))
 
 
