@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tinymodels import cached_tiny_model
+from tests.tinymodels import CONTEXT, cached_tiny_model
 
 
 def run(*arguments: str, key: str = "the key of these tests") -> subprocess.CompletedProcess[str]:
@@ -30,21 +30,22 @@ def run(*arguments: str, key: str = "the key of these tests") -> subprocess.Comp
     ("arguments", "said"),
     [
         (["nonsense"], "nonsense"),
-        (["up", "--prefill", "-1"], "--prefill"),
+        (["up", "--prefill", "-1"], "'--prefill': got '-1', allowed is 0 or more"),
         (["up", "--path", "shove"], "'auto', 'pull', 'push', 'local'"),
         (["up", "--return", "maybe"], "'auto', 'on', 'off'"),
         (["up", "--retain", "forever"], "'renewable', 'fixed', 'off'"),
         (["up", "--transport", "carrier-pigeon"], "'auto', 'nixl', 'shm'"),
-        (["up", "--port", "70000"], "got '70000': Input should be less than or equal to 65535"),
+        (["up", "--port", "70000"], "'--port': got '70000', allowed is 0 to 65535"),
         (["up", "--port", "abc"], "'--port': got 'abc': Input should be a valid integer"),
-        (["up", "--kv-memory", "inf"], "got 'inf': Input should be less than or equal to 1048576"),
+        (["up", "--kv-memory", "inf"], "got 'inf', allowed is 0.001 to 1048576"),
         (
             ["engine", "--role", "decode", "--kv-memory", "inf"],
-            "got 'inf': Input should be less than or equal",
+            "got 'inf', allowed is 0.001 to 1048576",
         ),
-        (["engine", "--role", "decode", "--retain-lease", "inf"], "got 'inf': Input should be less than or"),
+        (["engine", "--role", "decode", "--retain-lease", "inf"], "got 'inf', allowed is 0.1 to 10000000000"),
         (["router", "--index-ttl", "soon"], "'--index-ttl': got 'soon': Input should be a valid number"),
-        (["router"], "--decode"),
+        (["router", "--index-ttl", "nan"], "'--index-ttl': got 'nan', allowed is 0.1 to 10000000000"),
+        (["router"], "decode: got none, allowed is one or more, --fleet FILE, or --registration"),
         (
             ["router", "--decode", "http://127.0.0.1:1", "--host", ""],
             "host: got '', allowed is an address or",
@@ -90,7 +91,18 @@ def test_bad_flags(arguments: list[str], said: str) -> None:
             "control: got 'tcp://192.0.2.1:0', which can't be listened at (Ca",
         ),
         (["--register", "nonsense"], "register: got 'nonsense', allowed is http://HOST:PORT"),
-        (["--register-url", "nonsense"], "register_url: got 'nonsense', allowed is http://HOST:PORT"),
+        (["--register-url", "nonsense"], "register-url: got 'nonsense', allowed is http://HOST:PORT"),
+        (
+            ["--register-url", "http://d:1"],
+            "register-url: got 'http://d:1' without register, allowed is with register only",
+        ),
+        (["--model-name", ""], "model-name: got '', allowed is a name, or to leave it out"),
+        (["--model-name", " "], "model-name: got ' ', allowed is a name, or to leave it out"),
+        (
+            ["--engine-id", ""],
+            "engine-id: got '', allowed are letters (a to z), digits, '.', '_', ':' and '-'",
+        ),
+        (["--engine-id", "a b/c"], "engine-id: got 'a b/c', allowed are letters (a to z), digits, '.', "),
         (["--cluster-key-file", "/nowhere"], "cluster-key-file: /nowhere can't be read"),
         (["--traces", "nonsense"], "traces: got 'nonsense', allowed is http://HOST:PORT"),
     ],
@@ -100,6 +112,28 @@ def test_options_are_looked_at_before_the_model(arguments: list[str], said: str)
     assert done.returncode == 2
     assert said in done.stderr
     assert "/no/such/model" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("binding", "path", "warned"),
+    [("rebind", "pull", True), ("late", "push", True), ("early", "push", False), ("early", "auto", False)],
+)
+def test_a_binding_without_effect(binding: str, path: str, warned: bool) -> None:
+    arguments = ("router", "--decode", "http://127.0.0.1:1", "--binding", binding, "--path", path)
+    done = run(*arguments, "--host", "192.0.2.1")  # where it can't listen
+    assert done.returncode == 2
+    warning = f"WARNING binding {binding}: has no effect on requests of path {path}, which is theirs unless"
+    assert (warning in done.stderr) is warned
+
+
+@pytest.mark.parametrize("command", [["up", "--port", "0"], ["engine", "--role", "decode"]])
+def test_blocks_larger_than_the_context(command: list[str]) -> None:
+    arguments = ("--model", str(cached_tiny_model("llama")), "--block-size", str(CONTEXT + 1))
+    done = run(*command, *arguments)
+    assert done.returncode == 2
+    wanted = f"block-size: got {CONTEXT + 1}, allowed is up to the model's context, {CONTEXT} tokens"
+    assert wanted in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_no_cluster_key() -> None:

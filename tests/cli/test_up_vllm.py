@@ -136,9 +136,9 @@ async def test_an_engine_that_does_not_start() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--exact"], "--exact: allowed with --engine vllm are vLLM's own arguments, after --"),
-        (["--kv-memory", "2"], "--kv-memory: allowed with --engine vllm are vLLM's own arguments, after --"),
-        (["--on-miss", "error"], "--on-miss: got error, allowed with --engine vllm is recompute"),
+        (["--exact"], "exact: allowed with --engine vllm are vLLM's own arguments, after --"),
+        (["--kv-memory", "2"], "kv-memory: allowed with --engine vllm are vLLM's own arguments, after --"),
+        (["--on-miss", "error"], "on-miss: got error, allowed with --engine vllm is recompute"),
         (["--", "--port", "1"], "--port: got it for vLLM, allowed is to leave it to kvhandoff"),
         (["--", "--kv_transfer_config={}"], "--kv-transfer-config: got it for vLLM"),
         (["--vllm-command", "no-such-command"], "vllm-command: got 'no-such-command', allowed is a command"),

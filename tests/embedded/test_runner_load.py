@@ -154,8 +154,12 @@ def test_a_config_that_does_not_say_how_long_a_context_may_be_is_refused():
             r"kv-memory, block-size: got 9.31e-07 GiB and blocks of 16 tokens, allowed is 0.001 GiB or more",
         ),
         ({"kv_bytes": 10**6, "num_blocks": 4}, "num_blocks and kv_bytes: give one of them"),
-        ({"block_size": 0}, "block_size: got 0, allowed is 1 or more"),
-        ({"block_size": 24, "exact": True}, "block_size: got 24, allowed is a divisor of 512 in exact mode"),
+        ({"block_size": 0}, "block-size: got 0, allowed is 1 or more"),
+        (
+            {"block_size": CONTEXT + 1},
+            f"block-size: got {CONTEXT + 1}, allowed is up to .*, {CONTEXT} tokens",
+        ),
+        ({"block_size": 24, "exact": True}, "block-size: got 24, allowed is a divisor of 512 in exact mode"),
     ],
 )
 def test_settings_that_are_refused(options: dict[str, Any], message: str):

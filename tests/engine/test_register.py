@@ -112,6 +112,7 @@ async def test_a_router_that_refuses_or_is_not_there_is_asked_again(
         (["http://r:1/v1"], "decode", None, "h", "register: got 'http://r:1/v1'"),
         (["http://r:x"], "decode", None, "h", "register: got 'http://r:x'"),
         (["http://r:1"], "decode", "d", "h", "register_url: got 'd'"),
+        ([], "decode", "http://d:1", "h", "register_url: got 'http://d:1' without register, allowed is with"),
         (["http://r:1"], "both", None, "h", "register: got the role both, allowed is prefill or decode"),
         (["http://r:1"], "decode", None, "0.0.0.0", "register: got the host 0.0.0.0"),
     ],

@@ -22,6 +22,7 @@ from kvhandoff.cli.common import (
 from kvhandoff.cli.logs import Format, Level, LogFormat, LogLevel, set_up_logging
 from kvhandoff.cli.traces import Traces, traces_endpoint
 from kvhandoff.core.errors import ConfigError
+from kvhandoff.core.ids import check_engine_id, engine_id_of
 from kvhandoff.handoff.settings import MIN_RETURN_TOKENS, HandoffSettings
 
 
@@ -122,12 +123,16 @@ def engine(
 
     if kv_memory is not None and kv_blocks is not None:
         raise ConfigError("kv-memory and kv-blocks: got both, allowed is one of them")
-    name = engine_id or f"{role}-{socket.gethostname()}-{port or secrets.token_hex(3)}"
-    set_up_logging(log_level, log_format, name)
+    if engine_id is None:
+        engine_id = engine_id_of(role, socket.gethostname(), port or secrets.token_hex(3))
+    check_engine_id("engine-id", engine_id)
+    if model_name is not None and not model_name.strip():
+        raise ConfigError(f"model-name: got {model_name!r}, allowed is a name, or to leave it out")
+    set_up_logging(log_level, log_format, engine_id)
     # All that can be known to be wrong before a model is looked for, which may mean to fetch it.
     check_port(host, port)
     check_control("control", control)
-    check_registration(register, role, register_url, host)
+    check_registration(register, role, register_url, host, url_name="register-url")
     choose_transport(transport.value)
     key = cluster_key(cluster_key_file)
     spans_to = traces_endpoint(traces)
@@ -138,9 +143,9 @@ def engine(
 
     config = EngineConfig(
         model_dir=resolve_model(model),
-        model_name=model_name or model,
+        model_name=model if model_name is None else model_name,
         role=role.value,
-        engine_id=name,
+        engine_id=engine_id,
         cluster_key=key,
         host=host,
         port=port,

@@ -52,6 +52,15 @@ class BindingOption(StrEnum):
     REBIND = "rebind"
 
 
+_BOUND_BY = {
+    BindingOption.AUTO: tuple(PathOption),
+    BindingOption.EARLY: (PathOption.AUTO, PathOption.PUSH),
+    BindingOption.LATE: (PathOption.AUTO, PathOption.PULL),
+    BindingOption.REBIND: (PathOption.AUTO, PathOption.PUSH),
+}
+"""The paths of the router that agree with a binding."""
+
+
 class ChoiceOption(StrEnum):
     """How an engine is chosen."""
 
@@ -245,7 +254,7 @@ def router(
         given = f"worker, doors: got {worker} of {workers} and {doors or 'no folder'}"
         raise ConfigError(f"{given}, allowed is neither: --workers N starts its workers itself")
     if not (decode or fleet or registration):
-        raise ConfigError("--decode: got none, allowed is one or more, --fleet FILE, or --registration")
+        raise ConfigError("decode: got none, allowed is one or more, --fleet FILE, or --registration")
     if connector is not ConnectorOption.KVHANDOFF:
         chosen = (prefill_policy, decode_policy) != (ChoiceOption.LEAST_WORK,) * 2
         if binding is not BindingOption.AUTO or chosen:
@@ -313,6 +322,12 @@ def router(
         traces=spans_to,
         worker=Worker(worker or 0, workers, doors),
     )
+    if worker is None and path not in _BOUND_BY[binding]:
+        _log.warning(
+            "binding %s: has no effect on requests of path %s, which is theirs unless they ask for another",
+            binding.value,
+            path.value,
+        )
     if workers > 1 and worker is None:
         if index == IN_MEMORY and return_mode is not ReturnOption.OFF:
             raise ConfigError(

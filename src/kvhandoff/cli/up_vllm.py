@@ -52,10 +52,10 @@ def vllm_children(
     for name in _EMBEDDED_ONLY:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
+            option = name.replace("_", "-")
             raise ConfigError(f"{option}: allowed with --engine vllm are vLLM's own arguments, after --")
     if on_miss is MissOption.ERROR:
-        raise ConfigError("--on-miss: got error, allowed with --engine vllm is recompute")
+        raise ConfigError("on-miss: got error, allowed with --engine vllm is recompute")
 
     given = tuple(context.args)
     if traces is not None and not any(argument.startswith(_TRACES) for argument in given):

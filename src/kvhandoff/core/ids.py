@@ -9,6 +9,8 @@ from typing import NewType
 
 import msgspec
 
+from kvhandoff.core.errors import ConfigError
+
 EngineId = NewType("EngineId", str)
 Epoch = NewType("Epoch", str)
 HandoffId = NewType("HandoffId", str)
@@ -32,6 +34,22 @@ class HandoffKey(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.handoff_id}#{self.attempt}"
+
+
+_NOT_IN_ENGINE_IDS = re.compile(r"[^A-Za-z0-9._:-]")
+
+
+def check_engine_id(name: str, value: str) -> None:
+    """Raises ConfigError for an id that would not stand out in lines of the log or in a URL. `name`: the
+    setting, for the message."""
+    if not value or _NOT_IN_ENGINE_IDS.search(value):
+        allowed = "letters (a to z), digits, '.', '_', ':' and '-'"
+        raise ConfigError(f"{name}: got {value!r}, allowed are {allowed}")
+
+
+def engine_id_of(*parts: object) -> str:
+    """An engine id made of what tells the engine from others; characters that no id has are replaced."""
+    return _NOT_IN_ENGINE_IDS.sub("-", "-".join(map(str, parts)))
 
 
 def new_epoch() -> Epoch:

@@ -135,10 +135,15 @@ def load_runner(
         raise ConfigError("exact mode: holds on the device 'cpu' only")
     if block_size < 1 or (exact and exact_mode.KV_MULTIPLE % block_size):
         allowed = f"a divisor of {exact_mode.KV_MULTIPLE} in exact mode" if exact else "1 or more"
-        raise ConfigError(f"block_size: got {block_size}, allowed is {allowed}")
+        raise ConfigError(f"block-size: got {block_size}, allowed is {allowed}")
 
     config = _load_config(model_dir)
     selfcheck.check_config(config)
+    context: int = config.get_text_config(decoder=True).max_position_embeddings
+    if block_size > context:  # no prompt would fill a block, so that none would be handed over
+        raise ConfigError(
+            f"block-size: got {block_size}, allowed is up to the model's context, {context} tokens"
+        )
     torch_dtype = _resolve_dtype(dtype, config, exact=exact)
     layout = _layout(config, torch_dtype, block_size)
     blocks = _num_blocks(layout, num_blocks, kv_bytes)

@@ -28,20 +28,24 @@ ANSWER_S = 2.0
 _WILDCARDS = ("0.0.0.0", "::")
 
 
-def check_registration(routers: Sequence[str], role: str, url: str | None, host: str = "") -> None:
+def check_registration(
+    routers: Sequence[str], role: str, url: str | None, host: str = "", *, url_name: str = "register_url"
+) -> None:
     """Raises ConfigError for what can't work, before a model is loaded. `host`: where the server listens, if
-    `url` may be made of it."""
+    `url` may be made of it; `url_name`: the setting of `url`, for the message."""
     for router in routers:
         check_url("register", router)
     if url is not None:
-        check_url("register_url", url)
+        check_url(url_name, url)
+        if not routers:
+            raise ConfigError(f"{url_name}: got {url!r} without register, allowed is with register only")
     if routers and role == "both":
         raise ConfigError(
             "register: got the role both, allowed is prefill or decode; name the engine to the router"
         )
     if routers and url is None and host in _WILDCARDS:
         raise ConfigError(
-            f"register: got the host {host}, which no router can reach; set the URL (register_url)"
+            f"register: got the host {host}, which no router can reach; set the URL ({url_name})"
         )
 
 
