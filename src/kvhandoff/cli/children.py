@@ -1,4 +1,4 @@
-"""The processes that `kvhandoff up` keeps running."""
+"""The processes that `kvhandoff up` and `kvhandoff router --workers` keep running."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class Child:
 
 
 async def keep_running(child: Child, say: Callable[[str], None], *, first_pause: float = 0.5) -> None:
-    """Start `child` again whenever it ends, with growing pauses; until cancelled."""
+    """Start `child` again whenever it ends, until cancelled. Starts that fail are repeated with growing
+    pauses."""
     pause = first_pause
     while True:
         code = await child.ended()
