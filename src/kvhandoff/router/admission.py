@@ -56,7 +56,7 @@ class Admission:
         draft.tenant = request[CALLER].name
         draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
         draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
-        fields, summary = await read_request(request, draft, self._fleet.models, config)
+        fields, summary = await read_request(request, draft, self._fleet, config)
         if summary.endpoint is Endpoint.RESPONSES:
             self._check_responses(summary.model)
         x = Exchange(

@@ -110,7 +110,7 @@ class UpstreamRelay:
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
-        fields, summary = await read_request(request, draft, self._fleet.models, config)
+        fields, summary = await read_request(request, draft, self._fleet, config)
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)
