@@ -56,8 +56,8 @@ def test_taken(index: str) -> None:
     ],
 )
 def test_refused(index: str) -> None:
-    """What the client would drop is refused too; and a URL that only some take for TLS, so that it would check
-    no name."""
+    """What the client would drop is refused too; and a URL that only some take for TLS, so that no name would
+    be checked."""
     shown = re.escape(repr(index.replace("#x", "#…")))
     with pytest.raises(
         ConfigError, match=rf"^index: got {shown}, allowed is memory, or a server's URL: valkey"

@@ -121,8 +121,8 @@ def open_index(
 
 
 def check_index(index: str) -> None:
-    """Raises ConfigError when it is neither `memory` nor a server's URL, or has parts that would have no effect.
-    No message shows a password."""
+    """Raises ConfigError when it is neither `memory` nor a server's URL, or has parts that would have no
+    effect. No message shows a password."""
     if index == IN_MEMORY:
         return
     try:

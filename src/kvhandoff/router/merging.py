@@ -1,5 +1,5 @@
-"""What several workers say, as one would say it: pure functions of their pages, the asked one's first; None is
-the page of one that does not answer."""
+"""What several workers say, as one would say it: pure functions of their pages, the asked one's first; None
+stands for that of one that does not answer."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 ASK_S = 10.0
 """A sibling that has not answered by then counts as one that can't."""
 MERGE_S = 0.8
-"""The same where its word only adds to what this worker knows: a readiness probe of Kubernetes waits 1 s itself
-unless told otherwise."""
+"""The same where its word only adds to what this worker knows: a readiness probe of Kubernetes waits 1 s
+itself, unless told otherwise."""
 _MAX_BODY_BYTES = 4096
 """Of orders and registrations."""
 _READ_S = 10.0
