@@ -145,7 +145,7 @@ def salted(fields: Fields, tenant: Tenant) -> Fields:
         if "cache_salt" in fields:
             own = _own_salt.decode(fields["cache_salt"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f"cache_salt: got {shown_json(fields['cache_salt'])}, allowed is a text"
+        why = f"cache_salt: got {shown_json(fields['cache_salt'])}, allowed is a string or null"
         raise RequestError(why, param="cache_salt") from error
     salt = _salt(tenant.name, tenant.salt, own) if own else _usual_salt(tenant.name, tenant.salt)
     return {**fields, "cache_salt": salt}

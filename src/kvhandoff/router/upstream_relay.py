@@ -104,7 +104,7 @@ class UpstreamRelay:
     async def _admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Job:
         config = self._config
         draft.tenant = request[CALLER].name
-        choice = requested_path(request.headers.get(PATH_HEADER), config.path)
+        choice = requested_path(request.headers.single(PATH_HEADER), config.path)
         if choice not in config.paths:
             allowed = ", ".join(config.paths)
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"

@@ -181,7 +181,7 @@ class Siblings:
         body: bytes,
         within_s: float | None = None,
     ) -> Said | None:
-        url = URL.build(scheme="http", host="worker", path=path)
+        url = URL.build(scheme="http", host="worker", path=path, encoded=True)
         timeout = aiohttp.ClientTimeout(total=ASK_S if within_s is None else within_s)
         try:
             async with self._sessions[index].request(
