@@ -71,8 +71,8 @@ def check_request(version: str, pairs: Pairs) -> None:
 
 
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z.%_~-]*)(:[0-9]*)?[ \t]*")
-"""Narrower than RFC 3986, 3.2.2, by the punctuation that no name has; empty, where the client knows none; with
-the spaces that RFC 9110, 5.5 allows behind a value, which httptools leaves there."""
+"""Narrower than RFC 3986, 3.2.2, by the punctuation that no name has; empty, where the client knows none; and
+with the spaces behind it that RFC 9110, 5.5 allows, which httptools leaves there."""
 
 
 def check_response(version: str, status: int, pairs: Pairs) -> None:
