@@ -98,8 +98,9 @@ async def test_a_record_is_found_wherever_it_is(workers: Callable[..., Any]) -> 
         mine, theirs = [await w.at[index].get(f"/v1/handoffs/{answer['id']}") for index in (0, 1)]
         assert mine == theirs
         assert mine[1]["status"] == 200
-        status, answer = await w.at[1].get("/v1/handoffs/none")
-        assert (status, answer["error"]["code"]) == (404, "handoff_not_found")
+        for none in ("none", "%FF", "a%2Fb", "a%252Fb"):
+            status, answer = await w.at[1].get(f"/v1/handoffs/{none}")
+            assert (status, answer["error"]["code"]) == (404, "handoff_not_found")
 
 
 async def test_a_request_is_moved_wherever_it_is(workers: Callable[..., Any]) -> None:

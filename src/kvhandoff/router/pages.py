@@ -89,8 +89,8 @@ class Pages(ABC):
         draft = self._records.get(identifier)
         if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
             why = (
-                f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
-                f"{self._max_records} responses"
+                f"id: got {identifier[:80]!r}, allowed is the id of a request under way, or of one of the "
+                f"last {self._max_records} responses"
             )
             raise RequestError(why, status=404, param="id", code="handoff_not_found")
         return draft
