@@ -149,9 +149,10 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "neither YAML nor JSON at line 3" in broken
     assert SALT not in broken
     twice = msgspec.json.encode({"tenants": [entry(), entry(key=OTHER)]}).decode()
-    assert "got acme more than once" in refusal(twice)
+    assert "tenants[].name: got acme more than once, allowed is once" in refusal(twice)
     shared = msgspec.json.encode({"tenants": [entry(), entry("b")]}).decode()
-    assert "b and acme have the same key" in refusal(shared)
+    said = "tenants[1].keys[0] of b: got a key that acme has too, allowed is one of them"
+    assert said in refusal(shared)
 
 
 async def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,11 +84,12 @@ class Tenants:
         self.open_pages = frozenset(file.open_pages)
         self.by_name: Mapping[str, Tenant] = {tenant.name: tenant for tenant in file.tenants}
         self._by_hash: dict[bytes, tuple[bytes, Tenant]] = {}
-        for tenant, digest in _checked(file.tenants):
+        for tenant, field, digest in _checked(file.tenants):
             _, other = self._by_hash.setdefault(digest, (digest, tenant))
             if other is not tenant:
-                raise ConfigError(f"{tenant.name} and {other.name} have the same key, allowed is one of them")
-        check_once([tenant.name for tenant in file.tenants])
+                why = f"got a key that {other.name} has too, allowed is one of them"
+                raise ConfigError(f"{field} of {tenant.name}: {why}")
+        check_once([tenant.name for tenant in file.tenants], where="tenants[].name: ")
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self.by_name.values())
@@ -166,8 +167,8 @@ def _usual_salt(name: str, salt: str) -> msgspec.Raw:
     return _salt(name, salt, "")
 
 
-def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[Tenant, bytes]]:
-    """Each tenant with each of its keys' hashes."""
+def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[Tenant, str, bytes]]:
+    """Each tenant with each of its keys' fields and hashes."""
     for number, tenant in enumerate(tenants):
         where = f"tenants[{number}]"
         check_name(tenant.name, f"{where}.name")
@@ -188,4 +189,4 @@ def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[Tenant, bytes]]:
                     f"{field}: got a string of {len(key)} characters, allowed is {_HASH_PREFIX} and 64 hex "
                     "digits, as `kvhandoff router-key` prints"
                 )
-            yield tenant, bytes.fromhex(key.removeprefix(_HASH_PREFIX))
+            yield tenant, field, bytes.fromhex(key.removeprefix(_HASH_PREFIX))
