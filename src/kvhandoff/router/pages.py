@@ -84,7 +84,7 @@ class Pages(ABC):
         return facts | {"owned_by": self.OWNER} | ({} if longest is None else {"max_model_len": longest})
 
     def _draft(self, request: wire.Request) -> Draft:
-        """The request whose id stands in the path. Raises RequestError (404)."""
+        """The request whose id stands in the path, under way or ended. Raises RequestError (404)."""
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
         if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests

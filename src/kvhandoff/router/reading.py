@@ -1,5 +1,6 @@
-"""A client's request as it is read, whatever connector the engines have: its tenant is charged for it, its
-body is taken apart, and its model is one that the tenant may use."""
+"""What a client's request has to pass before anything is chosen for it, whatever connector the engines have:
+its tenant is charged, its body read and taken apart, its model known and the tenant's to use, and what it may
+use at most set aside."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 from email.utils import formatdate
-from functools import cache
+from functools import cache, lru_cache
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -66,13 +66,18 @@ def check_request(version: str, pairs: Pairs) -> None:
     if len(seen.hosts) > 1 or (not seen.hosts and version == "1.1"):
         got = " and ".join(map(shown, seen.hosts[:4])) or "none"
         raise BadFraming(f"got {got}, allowed is one", field="Host")
-    if seen.hosts and _HOST.fullmatch(seen.hosts[0]) is None:
+    if seen.hosts and not _is_host(seen.hosts[0]):
         raise bad_field("Host", seen.hosts[0], "a name or an address, and a port")
 
 
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z.%_~-]*)(:[0-9]*)?[ \t]*")
 """Narrower than RFC 3986, 3.2.2, by the punctuation that no name has; empty, where the client knows none; and
 with the spaces behind it that RFC 9110, 5.5 allows, which httptools leaves there."""
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
 
 
 def check_response(version: str, status: int, pairs: Pairs) -> None:
