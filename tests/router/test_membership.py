@@ -310,6 +310,7 @@ async def test_engines_register_themselves(cluster: Any) -> None:
     async with cluster(prefill=0, decode=0, registration=True, poll_interval_s=0.01) as c:
         status, answer = await c.post(c.body())
         assert (status, answer["error"]["code"]) == (503, "no_decode_engine")
+        assert answer["error"]["message"] == "the fleet has no decode engine"
         for engine in (p, d):
             await engine.start()
             assert await c.post({"registration": signed(engine, 1)}, path="/internal/engines") == (200, {})
@@ -352,9 +353,39 @@ async def test_a_foreign_registration_is_refused(cluster: Any) -> None:
             "bad_registration",
             "permission_error",
         )
-        status, answer = await c.post({"nothing": 1}, path="/internal/engines")
-        assert (status, answer["error"]["param"]) == (400, "body")
+        assert "; a router takes only those signed with its cluster's key" in answer["error"]["message"]
         assert len((await c.get("/ready"))[1]["engines"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "said"),
+    [
+        (b"", "body", "body: it must be a JSON object (it is empty)"),
+        (b"[]", "body", "body: got [], allowed is an object"),
+        (b'{"nothing":1}', "registration", "registration: missing, it is required"),
+        (b'{"registration":5}', "registration", "registration: got 5, allowed is a string"),
+        (
+            b'{"registration":"a.b","registration":"c.d"}',
+            "registration",
+            "registration: got 'a.b' and 'c.d', allowed is one",
+        ),
+    ],
+)
+async def test_a_registration_that_is_none(cluster: Any, raw: bytes, param: str, said: str) -> None:
+    async with cluster(registration=True) as c:
+        async with c.session.post(f"{c.url}/internal/engines", data=raw) as response:
+            error = (await response.json())["error"]
+        assert (response.status, error["param"], error["message"]) == (400, param, said)
+
+
+async def test_an_order_that_says_two_things(cluster: Any) -> None:
+    async with cluster() as c:
+        raw = b'{"engine":"p0","drain":false,"engine":"d0d0"}'
+        async with c.session.post(f"{c.url}/v1/engines/drain", data=raw) as response:
+            error = (await response.json())["error"]
+        assert (response.status, error["param"]) == (400, "engine")
+        assert error["message"] == "engine: got 'p0' and 'd0d0', allowed is one"
+        assert not any(engine["draining"] for engine in (await c.get("/ready"))[1]["engines"])
 
 
 async def test_a_router_without_registration_takes_none(cluster: Any) -> None:

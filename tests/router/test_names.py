@@ -80,7 +80,7 @@ def test_the_most_particular_name_is_taken() -> None:
 @pytest.mark.parametrize("field", ["conversation_id", "prompt_cache_key"])
 @pytest.mark.parametrize("wrong", [7, [], {"a": 1}, False])
 def test_a_name_that_is_no_text_is_refused(field: str, wrong: object) -> None:
-    with pytest.raises(RequestError, match=rf"{field}: got .*, allowed is a string") as refused:
+    with pytest.raises(RequestError, match=rf"{field}: got .*, allowed is a string or null") as refused:
         names(**{field: wrong})
     assert (refused.value.status, refused.value.param) == (400, field)
 
@@ -267,7 +267,7 @@ def test_what_cannot_be_read_has_no_fingerprints(messages: bytes) -> None:
 @given(JSON, JSON, JSON, st.sampled_from(Endpoint))
 def test_any_types(messages: Any, conversation: Any, salt: Any, endpoint: Endpoint) -> None:
     if conversation is not None and not isinstance(conversation, str):
-        with pytest.raises(RequestError, match=r"conversation_id: got .*, allowed is a string"):
+        with pytest.raises(RequestError, match=r"conversation_id: got .*, allowed is a string or null"):
             names(endpoint=endpoint, conversation_id=conversation)
         conversation = None
     made = names(endpoint=endpoint, messages=messages, conversation_id=conversation, cache_salt=salt)

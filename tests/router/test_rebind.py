@@ -196,6 +196,7 @@ async def test_unknown_and_bad_orders(cluster: Any) -> None:
             (b"[]", "body", "body: got [], allowed is an object"),
             (b'{"decode":5}', "decode", "decode: got 5, allowed is a string or null"),
             (b'{"engine":"d1d1"}', "body", "body: got the unknown field 'engine', allowed are decode"),
+            (b'{"decode":"d0d0","decode":null}', "decode", "decode: got 'd0d0' and null, allowed is one"),
             (b'{"decode":"\xff"}', "body", "body: it must be a JSON object (it is not valid UTF-8)"),
         ):
             status, answer = await rebind(c, d, raw=raw)

@@ -149,9 +149,11 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "neither YAML nor JSON at line 3" in broken
     assert SALT not in broken
     twice = msgspec.json.encode({"tenants": [entry(), entry(key=OTHER)]}).decode()
-    assert "got acme more than once" in refusal(twice)
+    assert "tenants[1].name: got 'acme' again, allowed is once" in refusal(twice)
     shared = msgspec.json.encode({"tenants": [entry(), entry("b")]}).decode()
-    assert "b and acme have the same key" in refusal(shared)
+    assert "tenants[1].keys[0]: it is a key of acme already, allowed is once" in refusal(shared)
+    again = msgspec.json.encode({"tenants": [entry(keys=[hash_of(KEY), hash_of(KEY)])]}).decode()
+    assert "tenants[0].keys[1]: it is a key of acme already, allowed is once" in refusal(again)
 
 
 async def test_the_last_good_file_stays_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +222,7 @@ def test_a_salt_that_is_no_text(raw: bytes) -> None:
     with pytest.raises(RequestError) as refused:
         salted(parse_body(b'{"cache_salt":' + raw + b"}"), Tenant(name="a", keys=(), salt=SALT))
     assert (refused.value.status, refused.value.param) == (400, "cache_salt")
-    assert refused.value.message == f"cache_salt: got {raw.decode()}, allowed is a text"
+    assert refused.value.message == f"cache_salt: got {raw.decode()}, allowed is a string or null"
 
 
 def test_the_last_of_two_salts_counts() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
 from kvhandoff.core.errors import ConfigError
 from kvhandoff.router.upstream_config import UpstreamAddress, UpstreamConfig
@@ -234,6 +235,9 @@ async def test_a_path_of_the_other_connector_is_refused(connector: str, wrong: s
         status, answer = await c.post(headers={"x-kvhandoff-path": wrong})
         assert (status, answer["error"]["param"]) == (400, "x-kvhandoff-path")
         assert wrong in answer["error"]["message"]
+        both: Any = CIMultiDict([("x-kvhandoff-path", "local"), ("x-kvhandoff-path", "local")])
+        status, answer = await c.post(headers=both)
+        assert (status, answer["error"]["param"]) == (400, "x-kvhandoff-path")
         status, _ = await c.post(headers={"x-kvhandoff-path": "local"})
         assert status == 200
         assert c.p.legs.empty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.wire import Headers, Request, StreamResponse, post
+from kvhandoff.router.wire import Headers, Request, Response, StreamResponse, get, post
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
 from kvhandoff.router.wire.server import Server
@@ -324,8 +325,101 @@ async def test_what_follows_another_protocol_s_request_is_not_answered() -> None
 async def test_connect() -> None:
     _, wire = await exchange([b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n"])
     assert status_of(wire) == 400
-    assert b"URL: it can't be read" in wire.written
+    assert b"URL: got 'a:80', allowed is /PATH or http://HOST/PATH" in wire.written
     assert wire.end == "eof"
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "message"),
+    [
+        (
+            b"HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: gzip",
+            "Transfer-Encoding",
+            "got 'gzip', allowed is chunked",
+        ),
+        (
+            b"HTTP/1.0\r\nTransfer-Encoding: chunked",
+            "Transfer-Encoding",
+            "got 'chunked' in HTTP/1.0, allowed is none there",
+        ),
+        (b"HTTP/1.1\r\nHost: h\r\nExpect: a-miracle", "Expect", "got 'a-miracle', allowed is 100-continue"),
+        (b"HTTP/1.1", "Host", "got none, allowed is one"),
+        (b"HTTP/1.1\r\nHost: a\r\nHost: b", "Host", "got 'a' and 'b', allowed is one"),
+        (b"HTTP/1.1\r\nHost: x y", "Host", "got 'x y', allowed is a name or an address, and a port"),
+        (
+            b"HTTP/1.1\r\nHost: \xe9",
+            "Host",
+            r"got '\udce9', allowed is a name or an address, and a port",
+        ),
+        (b"HTTP/1.1\r\nHost: h\r\n" + b"X: a\r\n" * 200 + b"Y: b", "headers", "got 202, allowed is 128"),
+    ],
+)
+async def test_a_refusal_names_what_it_got_and_what_is_allowed(raw: bytes, field: str, message: str) -> None:
+    _, wire = await exchange([b"GET /echo " + raw + b"\r\n\r\n"])
+    error = json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["param"], error["message"]) == (field, f"{field}: {message}")
+
+
+async def test_a_url_that_is_too_long() -> None:
+    _, wire = await exchange([b"GET /echo?" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: h\r\n\r\n"])
+    assert status_of(wire) == 414
+    assert b"URL: more than the allowed 65536 bytes" in wire.written
+
+
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [
+        (b"h", True),
+        (b"", True),
+        (b"h \t", True),
+        (b"Kv-Router_1.example.:8000", True),
+        (b"10.0.0.1:8000", True),
+        (b"[fd00::1]", True),
+        (b"[fe80::1%25eth0]:8000", True),
+        *(
+            (bad, False)
+            for bad in (b"x y", b"h/p", b"u@h", b"a,b", b"h:x", b"h:1:2", b"[::1", b"h\x7f", b"h?q")
+        ),
+    ],
+)
+async def test_hosts(host: bytes, taken: bool) -> None:
+    echo, wire = await exchange([b"GET /echo HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"])
+    assert len(echo.seen) == taken
+    assert status_of(wire) == (200 if taken else 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        (b"/a/x", ("/a/{id}", "x")),
+        (b"/a/x%20y", ("/a/{id}", "x y")),
+        (b"/a/x%2Fy", ("/a/{id}", "x/y")),
+        (b"/a/x%2fend", ("/a/{id}", "x/end")),
+        (b"/a/%ff", ("/a/{id}", "\udcff")),
+        (b"/b/x/y", ("/b/{id}", "x/y")),
+        (b"/b/x%2Fy%252F", ("/b/{id}", "x/y%2F")),
+        (b"/a/x/end", ("/a/{id}/end", "x")),
+        (b"/a%2Fx", None),
+        (b"/%61/x", None),
+        (b"/ech%6F", None),
+        (b"/a/x%2F", ("/a/{id}", "x/")),
+        (b"/a/", None),
+    ],
+)
+async def test_only_parts_of_a_path_are_decoded(path: bytes, wanted: tuple[str, str] | None) -> None:
+    """Whoever compares paths as they are sees the page that answers."""
+    echo, seen = Echo(), []
+
+    async def page(request: Request) -> Response:
+        seen.append((request.page, request.match_info["id"]))
+        return Response()
+
+    for shape in ("/a/{id}", "/b/{id:.+}", "/a/{id}/end"):
+        echo.site.add(get(shape, page))
+    _, wire = await exchange([b"GET " + path + b" HTTP/1.1\r\nHost: h\r\n\r\n"], echo)
+    assert seen == ([] if wanted is None else [wanted])
+    assert echo.seen == []
+    assert status_of(wire) == (404 if wanted is None else 200)
 
 
 async def test_a_path_that_is_no_text() -> None:

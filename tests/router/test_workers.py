@@ -23,7 +23,7 @@ from kvhandoff.router.merging import merge_metrics
 from kvhandoff.router.wire import Server
 from kvhandoff.router.worker import Siblings, Worker
 from tests.router.conftest import Cluster
-from tests.router.engines import CLUSTER_KEY, WAIT_S, MockEngine, held, soon
+from tests.router.engines import CLUSTER_KEY, WAIT_S, MockEngine, held, soon, until
 
 
 class Workers:
@@ -98,8 +98,9 @@ async def test_a_record_is_found_wherever_it_is(workers: Callable[..., Any]) -> 
         mine, theirs = [await w.at[index].get(f"/v1/handoffs/{answer['id']}") for index in (0, 1)]
         assert mine == theirs
         assert mine[1]["status"] == 200
-        status, answer = await w.at[1].get("/v1/handoffs/none")
-        assert (status, answer["error"]["code"]) == (404, "handoff_not_found")
+        for none in ("none", "%FF", "a%2Fb", "a%252Fb"):
+            status, answer = await w.at[1].get(f"/v1/handoffs/{none}")
+            assert (status, answer["error"]["code"]) == (404, "handoff_not_found")
 
 
 async def test_a_request_is_moved_wherever_it_is(workers: Callable[..., Any]) -> None:
@@ -275,3 +276,56 @@ async def test_why_a_sibling_did_not_answer_is_said(
             assert await soon(siblings.first("/internal/worker")) is None
         over.set()
     assert caplog.messages == ["worker 1 did not answer /internal/worker: TimeoutError"]
+
+
+class Hung:
+    """In a worker's place: takes connections, and answers none."""
+
+    def __init__(self, door: Path) -> None:
+        self._door = door
+        self._over = asyncio.Event()
+        self.asked = 0
+
+    async def __aenter__(self) -> Hung:
+        self._listener = await asyncio.start_unix_server(self._silent, self._door)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over.set()
+        self._listener.close()
+        await self._listener.wait_closed()
+
+    async def _silent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked += 1
+        await self._over.wait()
+        writer.close()
+
+
+async def test_a_worker_that_hangs_is_not_waited_for(
+    workers: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What only gathers has a time limit of its own; orders wait for all."""
+    monkeypatch.setattr(worker, "MERGE_S", 0.05)
+    monkeypatch.setattr(worker, "ASK_S", 600.0)
+    async with workers() as w:
+        c = w.at[0]
+        assert (await drain(c, c.d))[0] == 200
+        assert [engine["drained"] for engine in (await c.get("/ready"))[1]["engines"]] == [False, True]
+        await w.stop(1)
+        async with Hung(tmp_path / "1.sock") as hung:
+            status, answer = await soon(c.get("/ready"))
+            assert status == 503
+            assert [engine["draining"] for engine in answer["engines"]] == [False, True]
+            assert [engine["drained"] for engine in answer["engines"]] == [False, False], "nobody knows"
+            assert await soon(c.get("/v1/handoffs")) == (200, {"running": []})
+            assert "kvhandoff_router_engine_healthy" in await soon(c.text("/metrics"))
+            assert hung.asked == 3
+            order = asyncio.create_task(drain(c, c.d, to=False))
+            await until(lambda: hung.asked == 4)
+            assert not order.done()
+        status, answer = await soon(order)
+        assert (status, answer["error"]["code"]) == (503, "worker_unreachable")
+    assert "worker 1 did not answer /ready: TimeoutError" in caplog.messages

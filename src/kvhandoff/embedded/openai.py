@@ -150,9 +150,12 @@ class Body(msgspec.Struct, kw_only=True):
         if self.best_of is not None and self.best_of != self.choices:
             raise invalid("best_of", self.best_of, f"the value of n ({self.choices}), which has no effect")
         if self.stream_options is not None and not self.stream:
-            raise invalid(
-                "stream_options", msgspec.structs.asdict(self.stream_options), "null unless stream is true"
-            )
+            given = {
+                name: value
+                for name, value in msgspec.structs.asdict(self.stream_options).items()
+                if value is not None
+            }
+            raise invalid("stream_options", given, "null unless stream is true")
         if self.stream and self.prompt_logprobs:
             raise invalid("prompt_logprobs", self.prompt_logprobs, "null when stream is true")
         for token_id in self.stop_token_ids or ():

@@ -35,11 +35,12 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRegistration(RequestError):
-    """An unsigned, foreign, repeated or unreadable registration: refused with 403, nothing taken from it."""
+    """An unsigned, foreign, repeated, outdated or unreadable registration: refused with 403, nothing taken
+    from it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"registration: {why}; a router takes only those signed with its cluster's key",
+            f"registration: {why}",
             status=403,
             param="registration",
             code="bad_registration",
@@ -68,6 +69,7 @@ class RegistrationKey:
         try:
             return _decoder.decode(self._signer.open(signed))
         except BadSignature as error:
-            raise BadRegistration(f"it {error}") from error
+            why = f"it {error}; a router takes only those signed with its cluster's key"
+            raise BadRegistration(why) from error
         except msgspec.DecodeError as error:
             raise BadRegistration(f"it can't be read ({error})") from error

@@ -54,9 +54,9 @@ class Admission:
         """Read the request and choose its path. Raises RequestError."""
         config = self._config
         draft.tenant = request[CALLER].name
-        draft.requested_path = requested_path(request.headers.get(PATH_HEADER), config.path)
-        draft.requested_return = requested_return(request.headers.get(RETURN_HEADER), config.return_mode)
-        fields, summary = await read_request(request, draft, self._fleet.models, config)
+        draft.requested_path = requested_path(request.headers.single(PATH_HEADER), config.path)
+        draft.requested_return = requested_return(request.headers.single(RETURN_HEADER), config.return_mode)
+        fields, summary = await read_request(request, draft, self._fleet, config)
         if summary.endpoint is Endpoint.RESPONSES:
             self._check_responses(summary.model)
         x = Exchange(

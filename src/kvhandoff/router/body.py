@@ -35,7 +35,7 @@ def read_model(fields: Fields, allowed: str) -> str:
         return _text.decode(fields["model"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         shown = shown_json(fields["model"])
-        raise RequestError(f"model: got {shown}, allowed is a text: {allowed}", param="model") from error
+        raise RequestError(f"model: got {shown}, allowed is a string: {allowed}", param="model") from error
 
 
 def unknown_model(model: str, served: Iterable[str]) -> RequestError:

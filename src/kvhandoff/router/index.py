@@ -7,10 +7,11 @@ foreign index can cost is computing again.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -120,21 +121,46 @@ def open_index(
 
 
 def check_index(index: str) -> None:
-    """Raises ConfigError when it is neither `memory` nor a server's URL. No message shows a password."""
+    """Raises ConfigError when it is neither `memory` nor a server's URL, or has parts that would have no
+    effect. No message shows a password."""
     if index == IN_MEMORY:
         return
-    allowed = f"{IN_MEMORY}, or a server's URL: valkey://HOST:PORT/DB (also {', '.join(SCHEMES[1:])})"
     try:
-        url = urlsplit(index)
-        host = f"{url.hostname or ''}{f':{url.port}' if url.port else ''}"
-        shown = url._replace(netloc=host, query="").geturl()
-    except ValueError as error:
-        raise ConfigError(f"index: {error}, allowed is {allowed}") from error
-    database = url.path.removeprefix("/")
-    local = url.scheme == "unix"
-    if (
-        url.scheme not in SCHEMES
-        or not (url.path if local else url.hostname)
-        or not (local or not database or database.isdecimal())
-    ):
-        raise ConfigError(f"index: got {shown!r}, allowed is {allowed}")
+        usable = _is_servers(index, urlsplit(index))
+    except ValueError:  # a port that is no number, a broken IPv6 address
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"index: got {_shown(index)!r}, allowed is {IN_MEMORY}, or a server's URL: valkey://HOST:PORT/DB "
+            f"(also {', '.join(SCHEMES[1:-1])}; DB is 0 to {_MAX_DATABASE}) or unix:///PATH?db=DB"
+        )
+
+
+_MAX_DATABASE = 9999
+"""Servers have 16 of them unless told otherwise."""
+_DATABASE = re.compile(r"[0-9]{1,4}")
+
+
+def _is_servers(index: str, url: SplitResult) -> bool:
+    """Raises ValueError."""
+    # urlsplit takes a scheme in any case, and with spaces; the client, and what it is told for TLS, does not.
+    if url.scheme not in SCHEMES or not index.startswith(f"{url.scheme}:") or url.fragment:
+        return False
+    if url.scheme == "unix":
+        name, _, database = url.query.partition("=")
+        fits = not url.query or (name == "db" and _DATABASE.fullmatch(database) is not None)
+        return bool(url.path) and url.hostname is None and url.port is None and fits
+    fits = url.path in ("", "/") or _DATABASE.fullmatch(url.path[1:]) is not None
+    return bool(url.hostname) and url.port != 0 and not url.query and fits
+
+
+def _shown(index: str) -> str:
+    """Without the user, the password, and the values of fields."""
+    place, *more = re.split("([?#])", index, maxsplit=1)
+    if any("@" in part for part in more):  # it may be what ends a password
+        return "…"
+    scheme, mark, _ = place.partition("://")
+    before, at, rest = place.rpartition("@")
+    if at:
+        place = f"{scheme}://…@{rest}" if mark and len(before) > len(scheme) else f"…@{rest}"
+    return f"{place}{more[0]}…" if more and more[1] else place

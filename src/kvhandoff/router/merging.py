@@ -1,4 +1,5 @@
-"""What several workers say, as one would say it: pure functions of their pages, the asked one's first."""
+"""What several workers say, as one would say it: pure functions of their pages, the asked one's first; None
+stands for that of one that does not answer."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ SUMMED_GAUGES = frozenset({"kvhandoff_router_in_flight", "kvhandoff_router_engin
 LEAST_GAUGES = frozenset({"kvhandoff_router_engine_healthy"})
 
 
-def merge_running(pages: Sequence[bytes]) -> bytes:
+def merge_running(pages: Sequence[bytes | None]) -> bytes:
     """`GET /v1/handoffs`: the requests under way at all of them."""
-    return msgspec.json.encode({"running": [record for page in pages for record in _read(page)["running"]]})
+    return msgspec.json.encode({"running": [record for page in _said(pages) for record in page["running"]]})
 
 
-def merge_ready(pages: Sequence[bytes]) -> bytes:
+def merge_ready(pages: Sequence[bytes | None]) -> bytes:
     """`GET /ready`: the asked worker's, but legs are those of all, and an engine is drained when it is for
-    all of them."""
-    own, *others = map(_read, pages)
+    all of them: while one does not answer, none is."""
+    own, *others = _said(pages)
     for engine in own["engines"]:
+        engine["drained"] = engine["drained"] and None not in pages
         for other in others:
             for same in other.get("engines", ()):
                 if same["url"] == engine["url"]:
@@ -31,11 +33,11 @@ def merge_ready(pages: Sequence[bytes]) -> bytes:
     return msgspec.json.encode(own)
 
 
-def merge_metrics(pages: Sequence[bytes]) -> bytes:
+def merge_metrics(pages: Sequence[bytes | None]) -> bytes:
     """`GET /metrics`: counters and histograms are summed, as are the gauges of what is each worker's own."""
     families: dict[str, Metric] = {}
     values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for page in pages:
+    for page in filter(None, pages):
         for family in text_string_to_metric_families(page.decode()):
             known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             together = _rule(family)
@@ -82,6 +84,5 @@ def _join(engine: dict[str, Any], same: dict[str, Any]) -> None:
     engine["drained"] = engine["drained"] and same["drained"]
 
 
-def _read(page: bytes) -> dict[str, Any]:
-    value: dict[str, Any] = msgspec.json.decode(page)
-    return value
+def _said(pages: Sequence[bytes | None]) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(page) for page in pages if page is not None]

@@ -132,7 +132,8 @@ def _name(fields: Fields, field: str) -> str:
     try:
         return msgspec.json.decode(raw, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{field}: got {shown_json(raw)}, allowed is a string", param=field) from error
+        why = f"{field}: got {shown_json(raw)}, allowed is a string or null"
+        raise RequestError(why, param=field) from error
 
 
 @lru_cache(maxsize=1024)

@@ -84,13 +84,13 @@ class Pages(ABC):
         return facts | {"owned_by": self.OWNER} | ({} if longest is None else {"max_model_len": longest})
 
     def _draft(self, request: wire.Request) -> Draft:
-        """The request whose id stands in the path. Raises RequestError (404)."""
+        """The request whose id stands in the path, under way or ended. Raises RequestError (404)."""
         identifier = request.match_info["id"]
         draft = self._records.get(identifier)
         if draft is None or not request[CALLER].sees(draft.tenant):  # no word of others' requests
             why = (
-                f"id: got {identifier[:80]!r}, allowed is the id of one of the last "
-                f"{self._max_records} responses"
+                f"id: got {identifier[:80]!r}, allowed is the id of a request under way, or of one of the "
+                f"last {self._max_records} responses"
             )
             raise RequestError(why, status=404, param="id", code="handoff_not_found")
         return draft

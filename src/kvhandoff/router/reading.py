@@ -1,10 +1,11 @@
-"""A client's request as it is read, whatever connector the engines have: its tenant is charged for it, its
-body is taken apart, and its model is one that the tenant may use."""
+"""What a client's request has to pass before anything is chosen for it, whatever connector the engines have:
+its tenant is charged, its body read and taken apart, its model known and the tenant's to use, and what it may
+use at most set aside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from kvhandoff.core.errors import unavailable
 from kvhandoff.core.reasons import Reason
@@ -20,6 +21,17 @@ from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
 from kvhandoff.router.upstream_config import UpstreamConfig
 
 
+class Serving(Protocol):
+    """A fleet, of engines with whatever connector."""
+
+    @property
+    def decode(self) -> Sequence[object]:
+        """Its decode engines."""
+
+    def models(self) -> Mapping[str, int | None]:
+        """Those that decode engines serve, and their contexts in tokens."""
+
+
 class ReadRequest(NamedTuple):
     """What a request says."""
 
@@ -31,11 +43,11 @@ class ReadRequest(NamedTuple):
 async def read_request(
     request: wire.Request,
     draft: Draft,
-    models: Callable[[], Mapping[str, int | None]],
+    fleet: Serving,
     config: RouterConfig | UpstreamConfig,
 ) -> ReadRequest:
-    """Read the body, and charge the tenant for it; `draft` gets the charge and the model. `models`: those
-    that decode engines serve by the time the body is here, and their contexts in tokens.
+    """Read the body, and charge the tenant for it; `draft` gets the charge and the model. `fleet`: its
+    models are those by the time the body is here.
 
     Raises RequestError.
     """
@@ -47,9 +59,11 @@ async def read_request(
         check_stateless(fields)
     check_names(fields)
     summary = summarize(fields, draft.endpoint)
-    every = models()
+    every = fleet.models()
     if not every:
         why = "no decode engine has answered as one yet; GET /ready tells operators what is wrong with each"
+        if not fleet.decode:
+            why = "the fleet has no decode engine"
         raise unavailable(why, code=Reason.NO_DECODE_ENGINE)
     served, model = caller.models(every), summary.model
     if model not in served:

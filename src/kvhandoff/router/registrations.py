@@ -19,6 +19,7 @@ from kvhandoff.handoff.registration import MAX_LEASE_S, BadRegistration, Registr
 from kvhandoff.router import wire
 from kvhandoff.router.address import EngineAddress
 from kvhandoff.router.members import Member
+from kvhandoff.router.orders import read_order
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,11 @@ class SignedRegistration(msgspec.Struct, frozen=True):
     registration: str
 
 
-_body = msgspec.json.Decoder(SignedRegistration)
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     member: Member
+    life: Identity
+    """Of the engine."""
     until: float
     signed: object
     """What it was registered with."""
@@ -65,17 +65,19 @@ class Registrations:
     async def post(self, request: wire.Request) -> wire.Response:
         """`POST /internal/engines`. Answers `{}`; errors: 403 `bad_registration`, 400 for bad fields."""
         raw = await wire.read_body(request, _MAX_BYTES, _READ_S)
-        try:
-            body = _body.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            why = f'body: allowed is {{"registration": "SIGNED"}} ({error})'
-            raise RequestError(why, param="body") from error
-        self.register(body.registration)
+        self.register(read_order(raw, SignedRegistration).registration)
         return wire.json_response({})
 
     def register(self, signed: object) -> None:
-        """Take an engine in, keep it for another lease, or let it go. Raises BadRegistration, and
-        RequestError (400) for fields that can't be used."""
+        """Take an engine in, keep it for another lease, or let it go.
+
+        At a URL the life that came last is the engine: one that has not been heard of replaces the one before
+        it, whose messages may still be under way, and neither bring it back nor take the new one out. (Lives
+        have no order of their own. Where a router that has just started hears of them the wrong way round,
+        the living one is taken in again when the other's lease has run out.)
+
+        Raises BadRegistration, and RequestError (400) for fields that can't be used.
+        """
         said = self._key.open(signed)
         if not 0 <= said.lease_s <= MAX_LEASE_S:
             raise invalid("lease_s", said.lease_s, f"0 to {MAX_LEASE_S:g}")
@@ -94,14 +96,20 @@ class Registrations:
             self._numbers.popitem(last=False)
 
         url = said.url.rstrip("/")
+        present = self._entries.get(url)
+        is_present = present is not None and present.life == said.engine
         if said.lease_s == 0:
-            if self._entries.pop(url, None) is not None:
+            if is_present:
+                del self._entries[url]
                 log.info("%s at %s leaves", said.engine, url)
         else:
+            if present is not None and not is_present and last is not None:
+                raise BadRegistration(f"{said.engine} has been replaced by {present.life}, now at {url}")
             address = EngineAddress(url, said.internal and said.internal.rstrip("/"))
-            if url not in self._entries:
+            if not is_present:
                 log.info("%s registers as a %s engine at %s", said.engine, said.role, url)
-            self._entries[url] = _Entry(Member(said.role, address), self._clock() + said.lease_s, signed)
+            member, until = Member(said.role, address), self._clock() + said.lease_s
+            self._entries[url] = _Entry(member, said.engine, until, signed)
         self._news.set()
 
     def take_over(self, signed: Sequence[object]) -> None:

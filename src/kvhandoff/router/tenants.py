@@ -30,7 +30,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvhandoff.core.errors import ConfigError, RequestError, check_once
+from kvhandoff.core.errors import ConfigError, RequestError
 from kvhandoff.router.body import Fields, shown_json
 from kvhandoff.router.yaml_file import SECRET_CHARACTERS, read_yaml
 
@@ -84,11 +84,11 @@ class Tenants:
         self.open_pages = frozenset(file.open_pages)
         self.by_name: Mapping[str, Tenant] = {tenant.name: tenant for tenant in file.tenants}
         self._by_hash: dict[bytes, tuple[bytes, Tenant]] = {}
-        for tenant, digest in _checked(file.tenants):
-            _, other = self._by_hash.setdefault(digest, (digest, tenant))
-            if other is not tenant:
-                raise ConfigError(f"{tenant.name} and {other.name} have the same key, allowed is one of them")
-        check_once([tenant.name for tenant in file.tenants])
+        for field, tenant, digest in _checked(file.tenants):
+            if digest in self._by_hash:
+                _, other = self._by_hash[digest]
+                raise ConfigError(f"{field}: it is a key of {other.name} already, allowed is once")
+            self._by_hash[digest] = (digest, tenant)
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self.by_name.values())
@@ -145,7 +145,7 @@ def salted(fields: Fields, tenant: Tenant) -> Fields:
         if "cache_salt" in fields:
             own = _own_salt.decode(fields["cache_salt"])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f"cache_salt: got {shown_json(fields['cache_salt'])}, allowed is a text"
+        why = f"cache_salt: got {shown_json(fields['cache_salt'])}, allowed is a string or null"
         raise RequestError(why, param="cache_salt") from error
     salt = _salt(tenant.name, tenant.salt, own) if own else _usual_salt(tenant.name, tenant.salt)
     return {**fields, "cache_salt": salt}
@@ -166,11 +166,15 @@ def _usual_salt(name: str, salt: str) -> msgspec.Raw:
     return _salt(name, salt, "")
 
 
-def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[Tenant, bytes]]:
-    """Each tenant with each of its keys' hashes."""
+def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[str, Tenant, bytes]]:
+    """Each tenant with each of its keys' hashes, and the field that has it."""
+    names: set[str] = set()
     for number, tenant in enumerate(tenants):
         where = f"tenants[{number}]"
         check_name(tenant.name, f"{where}.name")
+        if tenant.name in names:
+            raise ConfigError(f"{where}.name: got {tenant.name!r} again, allowed is once")
+        names.add(tenant.name)
         if len(tenant.salt) < SECRET_CHARACTERS:
             raise ConfigError(
                 f"{where}.salt: got a string of {len(tenant.salt)} characters, allowed is "
@@ -188,4 +192,4 @@ def _checked(tenants: tuple[Tenant, ...]) -> Iterator[tuple[Tenant, bytes]]:
                     f"{field}: got a string of {len(key)} characters, allowed is {_HASH_PREFIX} and 64 hex "
                     "digits, as `kvhandoff router-key` prints"
                 )
-            yield tenant, bytes.fromhex(key.removeprefix(_HASH_PREFIX))
+            yield field, tenant, bytes.fromhex(key.removeprefix(_HASH_PREFIX))

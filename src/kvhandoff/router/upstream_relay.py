@@ -104,13 +104,13 @@ class UpstreamRelay:
     async def _admit(self, request: wire.Request, draft: Draft, timer: PhaseTimer) -> Job:
         config = self._config
         draft.tenant = request[CALLER].name
-        choice = requested_path(request.headers.get(PATH_HEADER), config.path)
+        choice = requested_path(request.headers.single(PATH_HEADER), config.path)
         if choice not in config.paths:
             allowed = ", ".join(config.paths)
             why = f"{PATH_HEADER}: got {choice!r}, allowed with {config.connector} engines is {allowed}"
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
-        fields, summary = await read_request(request, draft, self._fleet.models, config)
+        fields, summary = await read_request(request, draft, self._fleet, config)
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)

@@ -7,7 +7,7 @@ others at their doors, who ask nobody further:
 
     found    here, or at the first sibling that has it        records, re-binding
     told     here, and then every sibling                     draining, registrations
-    merged   here, with what the siblings say                 metrics, readiness, requests under way
+    merged   here, with what the siblings say at once         metrics, readiness, requests under way
 
 A request to a sibling is the client's own, with the client's own key.
 """
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 ASK_S = 10.0
 """A sibling that has not answered by then counts as one that can't."""
+MERGE_S = 0.8
+"""The same where its word only adds to what this worker knows: a readiness probe of Kubernetes waits 1 s
+itself, unless told otherwise."""
 _MAX_BODY_BYTES = 4096
 """Of orders and registrations."""
 _READ_S = 10.0
@@ -85,9 +88,7 @@ class Siblings:
                 door = self._me.door(index)
                 if index != self._me.index and door is not None:
                     session = aiohttp.ClientSession(
-                        connector=aiohttp.UnixConnector(str(door), limit=0),
-                        timeout=aiohttp.ClientTimeout(total=ASK_S),
-                        auto_decompress=False,
+                        connector=aiohttp.UnixConnector(str(door), limit=0), auto_decompress=False
                     )
                     self._sessions[index] = await stack.enter_async_context(session)
             yield
@@ -125,13 +126,15 @@ class Siblings:
 
         return self._if_any(handler, ask)
 
-    def merged(self, handler: wire.Handler, merge: Callable[[Sequence[bytes]], bytes]) -> wire.Handler:
-        """`handler`, its body merged with those of the siblings that can answer; its own comes first."""
+    def merged(self, handler: wire.Handler, merge: Callable[[Sequence[bytes | None]], bytes]) -> wire.Handler:
+        """`handler`, its body merged with those of the siblings; its own comes first, None is one of a
+        sibling that can't answer, or not within MERGE_S."""
 
         async def ask(request: wire.Request) -> wire.Response | wire.StreamResponse:
             response = await handler(request)
             if isinstance(response, wire.Response) and not request.from_sibling:
-                said = [x.body for x in await self._ask(request) if x is not None and x.status in _PAGES]
+                answers = await self._ask(request, MERGE_S)
+                said = [x.body if x is not None and x.status in _PAGES else None for x in answers]
                 response.body = merge([response.body, *said])
             return response
 
@@ -158,21 +161,31 @@ class Siblings:
     def _if_any(self, alone: wire.Handler, together: wire.Handler) -> wire.Handler:
         return together if self._me.count > 1 else alone
 
-    async def _ask(self, request: wire.Request) -> list[Said | None]:
-        """All of them at once; None: it can't answer."""
+    async def _ask(self, request: wire.Request, within_s: float | None = None) -> list[Said | None]:
+        """All of them at once; None: it can't answer. `within_s`: ASK_S, unless given."""
         body = await wire.read_body(request, _MAX_BODY_BYTES, _READ_S) if request.method == "POST" else b""
         headers = {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
         return await asyncio.gather(
-            *(self._said(index, request.method, request.path, headers, body) for index in self._sessions)
+            *(
+                self._said(index, request.method, request.path, headers, body, within_s)
+                for index in self._sessions
+            )
         )
 
     async def _said(
-        self, index: int, method: str, path: str, headers: dict[str, str], body: bytes
+        self,
+        index: int,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        within_s: float | None = None,
     ) -> Said | None:
-        url = URL.build(scheme="http", host="worker", path=path)
+        url = URL.build(scheme="http", host="worker", path=path, encoded=True)
+        timeout = aiohttp.ClientTimeout(total=ASK_S if within_s is None else within_s)
         try:
             async with self._sessions[index].request(
-                method, url, data=body or None, headers=headers, allow_redirects=False
+                method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout
             ) as answer:
                 kind = answer.headers.get("Content-Type", "application/json")
                 return Said(answer.status, kind, await answer.read())

@@ -18,7 +18,6 @@ import logging
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Protocol, cast
-from urllib.parse import unquote
 
 import httptools
 
@@ -28,8 +27,10 @@ from kvhandoff.router.wire.framing import (
     MAX_PIPELINED,
     BadFraming,
     Pairs,
+    bad_field,
     check_request,
     response_head,
+    too_large,
 )
 from kvhandoff.router.wire.headers import Headers
 from kvhandoff.router.wire.messages import Request, Response, StreamResponse, error_response
@@ -137,7 +138,7 @@ class Connection(asyncio.Protocol):
             if self._refusal is not None:
                 self._refuse(self._refusal)
             elif self._in_head and self._head_bytes > 2 * MAX_HEAD_BYTES:
-                self._refuse(BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431))
+                self._refuse(too_large("headers", 431))
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """A request is answered as if it had not asked for another protocol. The parser has stopped where one
@@ -166,7 +167,7 @@ class Connection(asyncio.Protocol):
             return
         self._url += url
         if len(self._url) > MAX_HEAD_BYTES:
-            self._refusal = self._refusal or BadFraming("URL: it is too long", 414)
+            self._refusal = self._refusal or too_large("URL", 414)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head and not self._past_upgrade:  # else it is a trailer: nothing in it matters
@@ -187,7 +188,7 @@ class Connection(asyncio.Protocol):
         request = Request(
             self,
             parser.get_method().decode("ascii"),
-            unquote(path, errors="surrogateescape") if "%" in path else path,
+            path,
             version,
             Headers(self._pairs),
             keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
@@ -197,7 +198,8 @@ class Connection(asyncio.Protocol):
         expects = request.headers.get("Expect")
         request.asks_to_continue = expects is not None and version == "1.1"
         if expects is not None and expects.lower() != "100-continue":
-            self._refusal = BadFraming("Expect: allowed is 100-continue", 417)
+            value = expects.encode("utf-8", "surrogateescape")
+            self._refusal = bad_field("Expect", value, "100-continue", 417)
         elif self._serving is None:
             self._reading = request
             self._serve(request)
@@ -279,7 +281,8 @@ class Connection(asyncio.Protocol):
             self._reading = self._refusal = None
         elif self._serving is None and self._transport is not None:
             self._refusal = None
-            response = error_response(RequestError(str(refusal), status=refusal.status))
+            error = RequestError(str(refusal), status=refusal.status, param=refusal.field)
+            response = error_response(error)
             length = b"Content-Length: %d\r\n" % len(response.body)
             head = response_head(response.status, response.headers, length, b"Connection: close\r\n")
             self._transport.write(head + response.body)
@@ -373,7 +376,7 @@ def _target(url: bytes) -> str:
         try:
             parsed = httptools.parse_url(url)
         except httptools.HttpParserInvalidURLError as error:
-            raise BadFraming("URL: it can't be read") from error
+            raise bad_field("URL", url, "/PATH or http://HOST/PATH") from error
         query = b"?" + parsed.query if parsed.query else b""
         url = (parsed.path or b"/") + query
     return url.partition(b"#")[0].decode("utf-8", "surrogateescape")

@@ -7,12 +7,15 @@ number. Here is what it lets pass and another parser on the way might read diffe
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from email.utils import formatdate
-from functools import cache
+from functools import cache, lru_cache
 from http import HTTPStatus
 from typing import NamedTuple
+
+from kvhandoff.core.errors import excerpt
 
 MAX_HEAD_BYTES = 65_536
 """Of a message's first line and headers together."""
@@ -25,11 +28,23 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 class BadFraming(Exception):
-    """A message whose end can't be told for certain, or that is out of bounds. `status`: to answer with."""
+    """A message whose end can't be told for certain, or that is out of bounds. `status`: to answer with;
+    `field`: the header, or the part of a head, that is to blame."""
 
-    def __init__(self, why: str, status: int = 400) -> None:
-        super().__init__(why)
+    def __init__(self, why: str, status: int = 400, *, field: str | None = None) -> None:
+        super().__init__(why if field is None else f"{field}: {why}")
         self.status = status
+        self.field = field
+
+
+def bad_field(field: str, value: bytes, allowed: str, status: int = 400) -> BadFraming:
+    """One that names what stands there, and what may."""
+    return BadFraming(f"got {shown(value)}, allowed is {allowed}", status, field=field)
+
+
+def shown(value: bytes) -> str:
+    """As a message shows it."""
+    return excerpt(value.decode("utf-8", "surrogateescape"))
 
 
 class _Seen(NamedTuple):
@@ -37,18 +52,32 @@ class _Seen(NamedTuple):
 
     length: bytes | None
     encoding: bytes | None
-    hosts: int
+    hosts: list[bytes]
 
 
 def check_request(version: str, pairs: Pairs) -> None:
     """Raises BadFraming for a head that httptools lets pass."""
     if version not in ("1.1", "1.0"):
-        raise BadFraming(f"version: got HTTP/{version}, allowed is HTTP/1.1", 505)
+        raise BadFraming(f"got HTTP/{version}, allowed is HTTP/1.1 or HTTP/1.0", 505, field="version")
     seen = _look(pairs)
     if seen.encoding is not None and version != "1.1":
-        raise BadFraming("Transfer-Encoding: allowed is HTTP/1.1")
-    if seen.hosts > 1 or (seen.hosts == 0 and version == "1.1"):
-        raise BadFraming(f"Host: got {seen.hosts} of them, allowed is one")
+        why = f"got {shown(seen.encoding)} in HTTP/1.0, allowed is none there"
+        raise BadFraming(why, field="Transfer-Encoding")
+    if len(seen.hosts) > 1 or (not seen.hosts and version == "1.1"):
+        got = " and ".join(map(shown, seen.hosts[:4])) or "none"
+        raise BadFraming(f"got {got}, allowed is one", field="Host")
+    if seen.hosts and not _is_host(seen.hosts[0]):
+        raise bad_field("Host", seen.hosts[0], "a name or an address, and a port")
+
+
+_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z.%_~-]*)(:[0-9]*)?[ \t]*")
+"""Narrower than RFC 3986, 3.2.2, by the punctuation that no name has; empty, where the client knows none; and
+with the spaces behind it that RFC 9110, 5.5 allows, which httptools leaves there."""
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
 
 
 def check_response(version: str, status: int, pairs: Pairs) -> None:
@@ -64,22 +93,27 @@ def check_response(version: str, status: int, pairs: Pairs) -> None:
 def _look(pairs: Pairs) -> _Seen:
     """Raises BadFraming for a head that is too large, or has another coding than chunks."""
     if len(pairs) > MAX_HEADERS:
-        raise BadFraming(f"headers: got {len(pairs)}, allowed is {MAX_HEADERS}", 431)
+        raise BadFraming(f"got {len(pairs)}, allowed is {MAX_HEADERS}", 431, field="headers")
     length = encoding = None
-    size = hosts = 0
+    size, hosts = 0, []
     for name, value in pairs:
         size += len(name) + len(value) + 4
         if name == b"content-length":
             length = value
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked":
-                raise BadFraming("Transfer-Encoding: allowed is chunked", 501)
+                raise bad_field("Transfer-Encoding", value, "chunked", 501)
             encoding = value
         elif name == b"host":
-            hosts += 1
+            hosts.append(value)
     if size > MAX_HEAD_BYTES:
-        raise BadFraming(f"headers: more than the allowed {MAX_HEAD_BYTES} bytes", 431)
+        raise too_large("headers", 431)
     return _Seen(length, encoding, hosts)
+
+
+def too_large(field: str, status: int) -> BadFraming:
+    """Of a first line, or headers."""
+    return BadFraming(f"more than the allowed {MAX_HEAD_BYTES} bytes", status, field=field)
 
 
 def response_head(status: int, headers: Mapping[str, str], *more: bytes) -> bytes:

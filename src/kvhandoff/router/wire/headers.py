@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar, overload
 
+from kvhandoff.core.errors import RequestError, excerpt
+
 _Default = TypeVar("_Default")
 
 
@@ -42,6 +44,16 @@ class Headers(Mapping[str, str]):
         """The first value; the mapping's own `get` raises and catches for each name that isn't there."""
         found = self._first.get(_raw(name))
         return default if found is None else _text(found)
+
+    def single(self, name: str) -> str | None:
+        """The value of a header that may be there once. Raises RequestError (400) when there are more."""
+        found = self.get(name)
+        if found is not None and len(self._first) < len(self._pairs):
+            values = self.getall(name)
+            if len(values) > 1:
+                given = " and ".join(map(excerpt, values[:4]))
+                raise RequestError(f"{name}: got {given}, allowed is one", param=name)
+        return found
 
     def getall(self, name: str, default: list[str] | None = None) -> list[str]:
         """Every value, in order. Raises KeyError when there is none, and no default."""

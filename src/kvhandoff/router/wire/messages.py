@@ -65,7 +65,7 @@ class Request:
     ) -> None:
         self.method = method
         self.path = path
-        """Percent-decoded."""
+        """As it was sent, percent-encoded."""
         self.version = version
         """`1.1` or `1.0`."""
         self.headers = headers

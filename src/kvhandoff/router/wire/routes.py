@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from kvhandoff.router.wire.messages import Handler
 from kvhandoff.web import no_endpoint, wrong_method
@@ -13,7 +14,11 @@ from kvhandoff.web import no_endpoint, wrong_method
 
 class RouteDef(NamedTuple):
     """A page: one method of one path, in which `{name}` stands for a part without slashes, and `{name:.+}`
-    for one that may have some."""
+    for one that may have some.
+
+    Paths are compared as they were sent, and only what stands for a name is percent-decoded: whoever looks at
+    paths on the way sees the page that answers.
+    """
 
     method: str
     path: str
@@ -37,6 +42,7 @@ class Found(NamedTuple):
     page: str
     """As it is written down, but for what its parts are made of: `/v1/models/{id}`."""
     parts: Mapping[str, str]
+    """Percent-decoded; bytes that are no UTF-8 as lone surrogates."""
 
 
 class Routes:
@@ -76,7 +82,10 @@ class Routes:
         for pattern, methods in self._patterns.items():
             match = pattern.fullmatch(path)
             if match is not None:
-                yield methods, match.groupdict()
+                parts = match.groupdict()
+                if "%" in path:
+                    parts = {n: unquote(part, errors="surrogateescape") for n, part in parts.items()}
+                yield methods, parts
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
