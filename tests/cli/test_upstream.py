@@ -19,13 +19,6 @@ DECODE = ("--decode", "http://127.0.0.1:1")
     ("arguments", "said"),
     [
         (["--connector", "mooncake", *DECODE], "'kvhandoff', 'nixl', 'nixl-push'"),
-        (["--connector", "nixl", *DECODE, "--on-miss", "error"], "on-miss: got error, allowed with"),
-        (["--connector", "nixl", *DECODE, "--retain", "fixed"], "retain: got fixed, allowed with"),
-        (["--connector", "nixl", *DECODE, "--index", "valkey://h:1/0"], "index: allowed with"),
-        (
-            ["--connector", "nixl", *DECODE, "--binding", "late"],
-            "binding, prefill-policy, decode-policy: allowed",
-        ),
         (["--connector", "nixl", *DECODE, "--path", "push"], "allowed with nixl is auto, pull, local"),
         (["--connector", "nixl", "--decode", "h:1"], "allowed is URL[,engine_id=ID]"),
         (["--connector", "nixl-push", *DECODE, "--prefill", "http://h:1"], "without engine_id"),
@@ -35,6 +28,26 @@ def test_bad_flags(arguments: list[str], said: str) -> None:
     done = run("router", *arguments)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--binding", "late"], "binding: got late"),
+        (["--prefill-policy", "round_robin"], "prefill-policy: got round_robin"),
+        (["--decode-policy", "round_robin"], "decode-policy: got round_robin"),
+        (["--on-miss", "error"], "on-miss: got error"),
+        (["--retain", "fixed"], "retain: got fixed"),
+        (["--index", "valkey://user:secret@h:1/0"], "index: got a server's URL"),
+        (["--workers", "2"], "workers: got 2"),
+        (["--fleet", "fleet.yaml"], "fleet: got fleet.yaml"),
+        (["--registration"], "registration: got it"),
+    ],
+)
+def test_options_of_our_own_engines(arguments: list[str], said: str) -> None:
+    done = run("router", "--connector", "nixl", *DECODE, *arguments)
+    assert done.returncode == 2
+    assert f"{said}, allowed with --connector nixl is to leave it out" in " ".join(done.stderr.split())
 
 
 def test_it_needs_no_cluster_key() -> None:

@@ -35,7 +35,6 @@ def test_what_a_worker_is_started_with() -> None:
     [
         (["--workers", "0"], "--workers"),
         (["--workers", "2"], "workers: got 2 with --index memory, allowed is 1"),
-        (["--workers", "2", "--connector", "nixl"], "workers: got 2, allowed with --connector nixl is 1"),
         (
             ["--worker", "0"],
             "worker, doors: got 0 of 1 and no folder, allowed is neither: --workers N starts",

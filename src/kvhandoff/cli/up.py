@@ -22,7 +22,7 @@ from kvhandoff.cli.common import CLUSTER_KEY_ENV, MOST_GIB, check_port, stop_eve
 from kvhandoff.cli.consoles import plain_console, wrong
 from kvhandoff.cli.engine import Dtype, DtypeOption, TransportChoice
 from kvhandoff.cli.logs import Format, Level, LogFormat, set_up_logging
-from kvhandoff.cli.router import (
+from kvhandoff.cli.router_options import (
     Binding,
     BindingOption,
     MissOption,

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from kvhandoff.cli.children import Child
-from kvhandoff.cli.router import MissOption
+from kvhandoff.cli.router_options import MissOption
 from kvhandoff.cli.vllm_engine import VllmEngine
 from kvhandoff.cli.vllm_machine import engine_environment
 from kvhandoff.core.errors import ConfigError
