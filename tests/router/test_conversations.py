@@ -54,8 +54,8 @@ def everybody(life: Identity) -> Place | None:
 
 async def test_longest_beginning_first() -> None:
     known = index()
-    known.remember(names(messages=["a"]), turn("1"))
-    known.remember(names(messages=["a", "b"]), turn("2"))
+    known.remember(names(messages=["a"]).of_this_turn(), turn("1"))
+    known.remember(names(messages=["a", "b"]).of_this_turn(), turn("2"))
     assert await known.find(names(messages=["a", "b", "c"]), everybody) == found("2")
     assert await known.find(names(messages=["a", "x", "c"]), everybody) == found("1")
     assert await known.find(names(messages=["a", "b"]), everybody) == found("1")
@@ -73,15 +73,17 @@ async def test_bounded_and_least_recently_used_first() -> None:
     kept = [await known.find(named(str(n)), everybody) != NOTHING for n in range(4)]
     assert kept == [True, False, True, True]
     for number in range(100):
-        known.remember(names(messages=[number], conversation_id=str(number)), turn(str(number)))
+        known.remember(
+            names(messages=[number], conversation_id=str(number)).of_this_turn(), turn(str(number))
+        )
     assert len(local) == 3
 
 
 async def test_ended_lives_are_passed_over() -> None:
     """A life that is only out of sight is found again when it is back."""
     known = index()
-    known.remember(names(messages=["a"]), turn("1", E))
-    known.remember(names(messages=["a", "b"]), turn("2"))
+    known.remember(names(messages=["a"]).of_this_turn(), turn("1", E))
+    known.remember(names(messages=["a", "b"]).of_this_turn(), turn("2"))
     asked = names(messages=["a", "b", "c"])
     assert await known.find(asked, lambda life: HERE if life == E else None) == found("1", E)
     assert await known.find(asked, lambda life: None) == NOTHING
@@ -99,7 +101,7 @@ async def test_the_address_is_the_fleets() -> None:
 
 async def test_accounts() -> None:
     known = index()
-    known.remember(names(messages=["a"]), turn("1"))
+    known.remember(names(messages=["a"]).of_this_turn(), turn("1"))
     asked = names(messages=["a", "b"])
     # Of another life, of another leg, of another turn: none of them says anything of this one.
     known.account(account("1", Identity(EngineId("d"), Epoch("2"))))
@@ -115,8 +117,8 @@ async def test_accounts() -> None:
 
 async def test_a_turn_of_which_nothing_is_kept_hides_no_earlier_one() -> None:
     known = index()
-    known.remember(names(messages=["a"]), turn("1"))
-    known.remember(names(messages=["a", "b"]), turn("2"))
+    known.remember(names(messages=["a"]).of_this_turn(), turn("1"))
+    known.remember(names(messages=["a", "b"]).of_this_turn(), turn("2"))
     known.account(account("2", retained_tokens=0))
     assert await known.find(names(messages=["a", "b", "c"]), everybody) == found("1")
 

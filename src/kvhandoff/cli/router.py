@@ -110,8 +110,8 @@ def router(
     spans_to = traces_endpoint(traces)
     security = Security(tenants=tenants, tls_cert=tls_cert, tls_key=tls_key, engine_ca=engine_ca)
     if (worker is None) != (doors is None) or (worker is not None and worker >= workers):
-        given = f"worker, doors: got {worker} of {workers} and {doors or 'no folder'}"
-        raise ConfigError(f"{given}, allowed is neither: --workers N starts its workers itself")
+        got = f"got {worker} of {workers} and {doors or 'no folder'}"
+        raise ConfigError(f"worker, doors: {got}, allowed is neither: --workers N starts its workers itself")
     if not (decode or fleet or registration):
         raise ConfigError("decode: got none, allowed is one or more, --fleet FILE, or --registration")
     if connector is not ConnectorOption.KVHANDOFF:

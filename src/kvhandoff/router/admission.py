@@ -17,8 +17,8 @@ from kvhandoff.router.engine import Engine
 from kvhandoff.router.exchange import Exchange
 from kvhandoff.router.fleet import Fleet
 from kvhandoff.router.index import Turn
-from kvhandoff.router.legs import leg_headers
-from kvhandoff.router.names import key_of_names, names_of
+from kvhandoff.router.legs import leg_lines
+from kvhandoff.router.names import check_names, key_of_names, names_of
 from kvhandoff.router.policy import (
     PATH_HEADER,
     RETURN_HEADER,
@@ -63,9 +63,7 @@ class Admission:
             request=request,
             fields=fields,
             summary=summary,
-            headers=wire.header_lines(
-                leg_headers(request.headers if draft.trace is None else {}, draft.handoff_id)
-            ),
+            headers=leg_lines(request.headers if draft.trace is None else {}, draft.handoff_id),
             clock=self._clock,
             timer=timer,
             draft=draft,
@@ -81,12 +79,13 @@ class Admission:
             return
         source = x.draft.prefill.engine if x.draft.prefill is not None else None
         self._prefixes.remember(leg.key, source, x.tokens)
-        self._conversations.remember(x.names, Turn(leg.key, leg.engine))
+        self._conversations.remember(x.turn_names(), Turn(leg.key, leg.engine))
 
     async def _recall(self, x: Exchange) -> None:
         """The conversation's history, if a decode engine keeps it."""
         requested = x.draft.requested_return
         if requested == "off" or x.summary.prompts > 1:
+            check_names(x.fields)
             return
         names = names_of(x.fields, x.request.headers, x.summary, tenant=x.draft.tenant, key=self._names_key)
         if not names:

@@ -10,7 +10,7 @@ share holds nothing that changes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvhandoff.core.ids import Identity
@@ -46,9 +46,9 @@ class Conversations:
         self._kept: OrderedDict[str, int] = OrderedDict()
         """Tokens, by turn."""
 
-    def remember(self, names: Names, turn: Turn) -> None:
-        """A turn has been answered."""
-        self._index.remember(list(names.of_this_turn()), turn)
+    def remember(self, names: Iterable[bytes], turn: Turn) -> None:
+        """A turn has been answered. `names`: `Names.of_this_turn`."""
+        self._index.remember(list(names), turn)
 
     async def find(self, names: Names, locate: Callable[[Identity], Place | None]) -> Found:
         """What is kept of the turn that shares most with this one.

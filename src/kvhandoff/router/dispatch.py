@@ -130,6 +130,7 @@ class Dispatcher:
             async with leg:
                 idle_s = self._timeouts.idle_s
                 passage = passage_of(x.request, x.draft, engine, x.timer, x.clock, idle_s, begun, x.answering)
+                x.turn_names()  # while the engine works, as all that is needed afterwards
                 answer = await leg.answer(passage)
                 if passage.open:
                     await passage.carry()

@@ -34,6 +34,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     draft: Draft
     names: Names | None = None
     """Of its conversation; None: no return wanted."""
+    called: list[bytes] | None = None
+    """What this turn is remembered under, once that is worked out."""
     history: HistoryRef | None = None
     """What a decode engine has kept of the conversation's last turn."""
     holder: Engine | None = None
@@ -102,6 +104,12 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
             body = dialect.decode(self.fields, self.draft.handoff_id, self.summary.cache_salt)
             self.bodies[integration] = body
         return body
+
+    def turn_names(self) -> list[bytes]:
+        """What this turn is remembered under, if it is."""
+        if self.called is None:
+            self.called = list(self.names.of_this_turn()) if self.names is not None else []
+        return self.called
 
     def leg_at(self, engine: Engine) -> LegRef:
         """This attempt's leg on the engine's present life."""

@@ -16,8 +16,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvhandoff.core.errors import RequestError
+from kvhandoff.core.ids import HandoffId
 from kvhandoff.router.body import Fields
 from kvhandoff.router.trace_context import trace_context
+from kvhandoff.router.wire import header_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,16 @@ def leg_headers(client: Mapping[str, str], handoff_id: str) -> dict[str, str]:
         "Accept-Encoding": "identity",
         "X-Request-Id": handoff_id,
     }
+
+
+def leg_lines(client: Mapping[str, str], handoff_id: HandoffId) -> bytes:
+    """The same, as lines."""
+    trace = trace_context(client)
+    lines = _LINES % handoff_id.encode("ascii")
+    return header_lines(trace) + lines if trace else lines
+
+
+_LINES = header_lines(leg_headers({}, "%b"))
 
 
 def _without(field: str, raw: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:

@@ -14,7 +14,6 @@ from kvhandoff.router.access import CALLER
 from kvhandoff.router.body import Fields, check_stateless, parse_body, read_model, summarize, unknown_model
 from kvhandoff.router.config import RouterConfig
 from kvhandoff.router.endpoints import Endpoint
-from kvhandoff.router.names import check_names
 from kvhandoff.router.policy import RequestSummary
 from kvhandoff.router.records import Draft
 from kvhandoff.router.token_bound import UNKNOWN_CONTEXT, token_bound
@@ -57,7 +56,6 @@ async def read_request(
     fields = caller.salted(parse_body(raw))
     if draft.endpoint is Endpoint.RESPONSES:
         check_stateless(fields)
-    check_names(fields)
     summary = summarize(fields, draft.endpoint)
     every = fleet.models()
     if not every:

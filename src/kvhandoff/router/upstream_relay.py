@@ -36,6 +36,7 @@ from kvhandoff.router.access import CALLER
 from kvhandoff.router.answering import Outcome, carry_through, no_decode_engine, pass_on
 from kvhandoff.router.body import Fields
 from kvhandoff.router.endpoints import Endpoint
+from kvhandoff.router.names import check_names
 from kvhandoff.router.policy import (
     PATH_HEADER,
     FleetView,
@@ -111,6 +112,7 @@ class UpstreamRelay:
             raise RequestError(why, param=PATH_HEADER)
         draft.requested_path = choice
         fields, summary = await read_request(request, draft, self._fleet, config)
+        check_names(fields)
         draft.path, reason = self._choose_path(choice, fields, summary)
         if reason is not None:
             draft.because(reason)

@@ -47,13 +47,15 @@ class Headers(Mapping[str, str]):
 
     def single(self, name: str) -> str | None:
         """The value of a header that may be there once. Raises RequestError (400) when there are more."""
-        found = self.get(name)
-        if found is not None and len(self._first) < len(self._pairs):
+        found = self._first.get(_raw(name))
+        if found is None:
+            return None
+        if len(self._first) < len(self._pairs):
             values = self.getall(name)
             if len(values) > 1:
                 given = " and ".join(map(excerpt, values[:4]))
                 raise RequestError(f"{name}: got {given}, allowed is one", param=name)
-        return found
+        return _text(found)
 
     def getall(self, name: str, default: list[str] | None = None) -> list[str]:
         """Every value, in order. Raises KeyError when there is none, and no default."""
