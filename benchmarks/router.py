@@ -4,7 +4,7 @@ All sides run in one run, alternating; figures are medians over the rounds, rati
 The router has a core for itself; mock engines and load generator share the others. One prefill and one decode
 engine, streamed chats of about 2,000 bytes, keep-alive connections, every answer checked.
 
-    lone        one request at a time: TTFT through the router less TTFT of the decode engine alone
+    lone        one request at a time: TTFT through the router less TTFT of the decode engine alone, in turns
     requests    answers of one token, as fast as they come
     paced       streams of 128 tokens, one every 20 ms
     tokens      streams of 256 tokens, as fast as they come
@@ -19,13 +19,14 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 from benchmarks.report import Goal, Report, console, in_turn, progress_bar
 from benchmarks.router_figures import (
     WINDOWS,
     WORKERS_RATIO,
+    Lone,
     Round,
     added,
     at_least,
@@ -63,21 +64,32 @@ class Size:
 
     rounds: int
     lone: int
+    """Requests, in each turn."""
+    turns: int
+    """Of lone requests, in each round: a machine's state drifts by more than the routers differ, so they take
+    turns often."""
     seconds: float
     connections: int = 32
     streams: int = 64
 
 
-WHOLE = Size(rounds=5, lone=400, seconds=5.0)
-QUICK = Size(rounds=2, lone=200, seconds=2.0)
+WHOLE = Size(rounds=5, lone=400, turns=4, seconds=5.0)
+QUICK = Size(rounds=2, lone=200, turns=1, seconds=2.0)
 
 
-def measure(system: System, direct: System, urls: Mapping[str, str], size: Size) -> Round:
-    """One contestant's round."""
+def measure_lone(systems: Mapping[str, System], direct: System, size: Size) -> dict[str, list[Lone]]:
+    """Every contestant's lone requests in one round."""
     lone = Load(port=0, requests=size.lone, tokens=4)
-    through, alone = system.run(lone), direct.run(lone)
-    p50, p99 = added(through.ttft_s, alone.ttft_s)
+    found: dict[str, list[Lone]] = {name: [] for name in systems}
+    for turn in range(size.turns):
+        for name in in_turn(list(systems), turn):
+            through, alone = systems[name].run(lone), direct.run(lone)
+            found[name].append(added(through.ttft_s, alone.ttft_s))
+    return found
 
+
+def measure(system: System, lone: Sequence[Lone], urls: Mapping[str, str], size: Size) -> Round:
+    """One contestant's round."""
     requests = Load(port=0, connections=size.connections, seconds=size.seconds, tokens=1)
     before = system.cpu_s()
     answered = system.run(requests)
@@ -92,8 +104,7 @@ def measure(system: System, direct: System, urls: Mapping[str, str], size: Size)
 
     fast = system.run(Load(port=0, connections=size.connections, seconds=size.seconds, tokens=FAST_TOKENS))
     return Round(
-        ttft_p50_s=p50,
-        ttft_p99_s=p99,
+        lone=lone,
         requests_per_s=answered.requests / answered.seconds,
         busy=request_cpu / answered.seconds,
         request_cpu_s=request_cpu / answered.requests,
@@ -155,6 +166,7 @@ def main() -> None:
         ),
         conditions={
             "rounds": rounds,
+            "turns": size.turns,
             "seconds": size.seconds,
             "connections": size.connections,
             "streams": size.streams,
@@ -182,8 +194,9 @@ def main() -> None:
             results = {name: [] for name in systems}
             with progress_bar("measuring", rounds * len(systems)) as advance:
                 for turn in range(rounds):
+                    lone = measure_lone(systems, direct, size)
                     for name in in_turn(list(systems), turn):
-                        results[name].append(measure(systems[name], direct, urls, size))
+                        results[name].append(measure(systems[name], lone[name], urls, size))
                         advance()
         if with_growth and OURS in systems:
             samples = grow(systems[OURS], size.connections, WARM_UP_REQUESTS, GROWTH_REQUESTS)
@@ -207,7 +220,7 @@ def add(report: Report, results: Mapping[str, Sequence[Round]]) -> None:
     """The table's lines and the goals that compare them."""
     for name, rounds in results.items():
         report.row(name, *cells(rounds))
-        report.details.append({name: [vars(r) for r in rounds]})
+        report.details.append({name: [asdict(r) for r in rounds]})
     if OURS in results and THEIRS in results:
         report.goals += goals(results, OURS, THEIRS)
 
@@ -218,9 +231,10 @@ def cells(rounds: Sequence[Round]) -> list[str]:
     def median(figure: str) -> float:
         return statistics.median(getattr(r, figure) for r in rounds)
 
+    turns = [lone for r in rounds for lone in r.lone]
     return [
-        f"{1e3 * median('ttft_p50_s'):.2f}",
-        f"{1e3 * median('ttft_p99_s'):.2f}",
+        f"{1e3 * statistics.median(lone.p50_s for lone in turns):.2f}",
+        f"{1e3 * statistics.median(lone.p99_s for lone in turns):.2f}",
         f"{median('requests_per_s'):.0f}",
         f"{median('busy'):.2f}",
         f"{1e6 * median('request_cpu_s'):.0f}",

@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.router_figures import Round, added, goals, growth, growth_goal, percentile
+from benchmarks.router_figures import Lone, Round, added, goals, growth, growth_goal, percentile
 from benchmarks.router_load import Load
 from benchmarks.router_systems import Cores, System, SystemFailed, kvhandoff, mocks, set_pace
 
 ROUND = Round(
-    ttft_p50_s=0.002,
-    ttft_p99_s=0.004,
+    lone=(Lone(p50_s=0.002, p99_s=0.004),),
     requests_per_s=3000,
     busy=0.9,
     request_cpu_s=250e-6,
@@ -34,7 +33,7 @@ def test_percentile(values: list[float], part: float, expected: float) -> None:
 
 
 def test_added() -> None:
-    assert added([5.0, 6.0, 9.0], [1.0, 1.5, 2.0]) == (4.5, 7.0)
+    assert added([5.0, 6.0, 9.0], [1.0, 1.5, 2.0]) == Lone(p50_s=4.5, p99_s=7.0)
 
 
 def test_growth_is_what_goes_on() -> None:
@@ -48,9 +47,16 @@ def test_growth_is_what_goes_on() -> None:
 
 
 def test_goals_are_ratios_of_the_same_round() -> None:
-    slow = replace(ROUND, ttft_p50_s=0.004, request_cpu_s=500e-6, token_cpu_s=40e-6)
+    slow = replace(ROUND, lone=(Lone(p50_s=0.004, p99_s=0.01),), request_cpu_s=500e-6, token_cpu_s=40e-6)
     ours = [ROUND, slow, slow]
-    theirs = [replace(r, ttft_p50_s=2 * r.ttft_p50_s, request_cpu_s=r.request_cpu_s / 2) for r in ours]
+    theirs = [
+        replace(
+            r,
+            lone=[replace(lone, p50_s=2 * lone.p50_s) for lone in r.lone],
+            request_cpu_s=r.request_cpu_s / 2,
+        )
+        for r in ours
+    ]
     found = goals({"a": ours, "b": theirs}, "a", "b")
     assert [round(goal.value, 3) for goal in found] == [0.5, 1.0, 0.5]
     assert [goal.holds for goal in found] == [True, True, False]
