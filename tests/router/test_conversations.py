@@ -67,9 +67,9 @@ async def test_bounded_and_least_recently_used_first() -> None:
     local = LocalIndex(3)
     known = Conversations(local, 3)
     for number in range(3):
-        known.remember(named(str(number)), turn(str(number)))
+        known.remember(named(str(number)).of_this_turn(), turn(str(number)))
     assert await known.find(named("0"), everybody) == found("0")
-    known.remember(named("3"), turn("3"))
+    known.remember(named("3").of_this_turn(), turn("3"))
     kept = [await known.find(named(str(n)), everybody) != NOTHING for n in range(4)]
     assert kept == [True, False, True, True]
     for number in range(100):
@@ -93,7 +93,7 @@ async def test_ended_lives_are_passed_over() -> None:
 async def test_the_address_is_the_fleets() -> None:
     """What an index says of a turn leads nowhere but to an engine of this fleet."""
     known = index()
-    known.remember(named("1"), turn("1"))
+    known.remember(named("1").of_this_turn(), turn("1"))
     result = await known.find(named("1"), lambda life: Place("tcp://moved:2", 100))
     assert result.history is not None
     assert (result.history.control_address, result.history.n_tokens) == ("tcp://moved:2", 100)
@@ -127,7 +127,7 @@ async def test_an_account_may_come_first() -> None:
     """Another replica may still be writing the turn down when the engine's account is here."""
     known = index()
     known.account(account("1", retained_tokens=48))
-    known.remember(named("1"), turn("1"))
+    known.remember(named("1").of_this_turn(), turn("1"))
     assert await known.find(named("1"), everybody) == found("1", n_tokens=48)
 
 
@@ -136,15 +136,15 @@ async def test_accounts_are_bounded() -> None:
     for number in range(5):
         known.account(account(str(number), retained_tokens=48))
     for number in (1, 2):
-        known.remember(named(str(number)), turn(str(number)))
+        known.remember(named(str(number)).of_this_turn(), turn(str(number)))
     assert await known.find(named("1"), everybody) == found("1")  # forgotten: at most all that fits
     assert await known.find(named("2"), everybody) == found("2", n_tokens=48)
 
 
 async def test_a_later_turn_takes_the_name() -> None:
     known = index()
-    known.remember(named("1"), turn("1"))
-    known.remember(named("1"), turn("2"))
+    known.remember(named("1").of_this_turn(), turn("1"))
+    known.remember(named("1").of_this_turn(), turn("2"))
     assert await known.find(named("1"), everybody) == found("2")
 
 
