@@ -161,8 +161,8 @@ class Siblings:
     def _if_any(self, alone: wire.Handler, together: wire.Handler) -> wire.Handler:
         return together if self._me.count > 1 else alone
 
-    async def _ask(self, request: wire.Request, within_s: float | None = None) -> list[Said | None]:
-        """All of them at once; None: it can't answer. `within_s`: ASK_S, unless given."""
+    async def _ask(self, request: wire.Request, within_s: float = ASK_S) -> list[Said | None]:
+        """All of them at once; None: it can't answer, or not so soon."""
         body = await wire.read_body(request, _MAX_BODY_BYTES, _READ_S) if request.method == "POST" else b""
         headers = {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
         return await asyncio.gather(
@@ -179,10 +179,10 @@ class Siblings:
         path: str,
         headers: dict[str, str],
         body: bytes,
-        within_s: float | None = None,
+        within_s: float = ASK_S,
     ) -> Said | None:
         url = URL.build(scheme="http", host="worker", path=path, encoded=True)
-        timeout = aiohttp.ClientTimeout(total=ASK_S if within_s is None else within_s)
+        timeout = aiohttp.ClientTimeout(total=within_s)
         try:
             async with self._sessions[index].request(
                 method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout
