@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -99,6 +99,50 @@ async def test_records_come_once(f: Fixture) -> None:
     await fleet.poll(fleet.engines)
     assert [leg.handoff_id for leg in f.legs] == ["a", "b", "c"]
     assert d.cursors == [0, 0, 2, 3]
+
+
+class Noted(list[LegRecord]):
+    """Accounts, how many came at once, and something that is called when some come."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.then: Callable[[], object] = lambda: None
+
+    def extend(self, legs: Iterable[LegRecord]) -> None:
+        before = len(self)
+        super().extend(legs)
+        self.sizes.append(len(self) - before)
+        self.then()
+
+
+async def test_many_records_are_taken_in_parts(f: Fixture) -> None:
+    """Requests are served in between."""
+    f.legs = noted = Noted()
+    d = await f.engine("decode", "d")
+    fleet = await f.fleet([], [d])
+    d.records += [record(str(number), d) for number in range(100)]
+    loop, served = asyncio.get_running_loop(), []
+    noted.then = lambda: loop.call_soon(lambda: served.append(len(noted)))
+    await fleet.poll(fleet.engines)
+    assert [leg.handoff_id for leg in noted] == [str(number) for number in range(100)]
+    assert noted.sizes == [32, 32, 32, 4]
+    assert served[:3] == [32, 64, 96]
+
+
+async def test_none_of_many_records_is_lost_with_who_asked(f: Fixture) -> None:
+    f.legs = noted = Noted()
+    d = await f.engine("decode", "d")
+    fleet = await f.fleet([], [d])
+    d.records += [record(str(number), d) for number in range(100)]
+    asking = asyncio.create_task(fleet.poll(fleet.engines))
+    noted.then = asking.cancel
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: len(noted) == 100)
+    assert noted.sizes == [32, 68]
+    noted.then = lambda: None
+    await fleet.poll(fleet.engines)
+    assert len(noted) == 100
 
 
 async def test_a_new_life_s_records_are_read_from_their_start(f: Fixture) -> None:

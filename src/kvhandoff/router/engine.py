@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Literal
@@ -37,6 +38,9 @@ Integration = Literal["embedded", "vllm"]
 MISSED_POLLS = 3
 """State reports missed in a row that make an engine unhealthy. A refused connection, or a refused report,
 does so at once."""
+
+LEGS_AT_ONCE = 32
+"""Accounts of legs that are taken in before the loop serves others again: about a millisecond's."""
 
 RETRY_POLLS = 4
 """State reports between two introductions of an engine that refuses them."""
@@ -301,6 +305,23 @@ class Engine:
                 self._miss(f"no usable state report: {describe(error)}")
         else:
             self._take(state, arrived)
+            await self._account(deque(state.records))
+
+    async def _account(self, legs: deque[LegRecord]) -> None:
+        """Take the accounts in, a few at a time: a report may have thousands, and requests wait meanwhile.
+        All of them, also when whoever has asked for the report leaves: no other one has them."""
+        try:
+            while legs:
+                self._take_legs(legs, LEGS_AT_ONCE)
+                await asyncio.sleep(0)
+        finally:
+            self._take_legs(legs, len(legs))
+
+    def _take_legs(self, legs: deque[LegRecord], number: int) -> None:
+        some = [legs.popleft() for _ in range(min(number, len(legs)))]
+        if some:
+            self.costs = reduce(learn, some, self.costs)
+            self._on_legs(some)
 
     async def _fetch(self, cursor: int) -> tuple[EngineState, float]:
         return await self._pages.state(cursor), self._clock()
@@ -325,9 +346,6 @@ class Engine:
             if stuck is not None:
                 self.silence.ring()
         self.reservations.reported(state)
-        if state.records:
-            self.costs = reduce(learn, state.records, self.costs)
-            self._on_legs(state.records)
         if self._refused is not None:
             self._refused_polls += 1
         if (came_up and self.healthy) or self._refused_polls == RETRY_POLLS:
