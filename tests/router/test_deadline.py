@@ -109,3 +109,12 @@ async def test_waits_share_a_timer_and_each_ends_in_its_time() -> None:
         lifted.lift()
         await asyncio.gather(*tasks)
     assert ended == ["first", "second", "last"]
+
+
+async def test_what_is_lifted_is_not_moved() -> None:
+    """Something may be about to move it when the answer begins."""
+    deadlines = Deadlines()
+    with deadlines.within(LONG_S) as deadline:
+        deadline.lift()
+        deadline.move(0)
+        assert deadline not in deadlines._running

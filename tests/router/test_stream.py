@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvhandoff.router import wire
 from kvhandoff.router.endpoints import Endpoint
 from kvhandoff.router.stream import BROKEN_OFF, FirstContent, LastEvent, Passage
+from kvhandoff.router.wire.ending import cut_off
 from kvhandoff.web import CLIENT_LEFT
 
 CHAT = Endpoint.CHAT
@@ -104,6 +105,7 @@ class Answer:
 class Response:
     on_flow: Any = None
     written = b""
+    full = False
 
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}
@@ -195,6 +197,40 @@ async def test_a_leg_that_is_given_up_writes_nothing() -> None:
     assert passage.response.written == b""
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("ends", ["broken", "silent"])
+async def test_after_the_last_event_nothing_is_missing(ends: str) -> None:
+    """The engine's connection may end badly then: the client has the whole answer."""
+    passage, loop, _, task = await passing(5.0)
+    passage.take(b"data: [DONE]\n\n", last=False)
+    if ends == "broken":
+        passage.finish(wire.BrokenOff("reset"))
+    else:
+        loop.now = 5.0
+        loop.alarms.pop()[1]()
+    await task
+    assert (passage.status, passage.error, passage.broken) == (200, None, None)
+
+
+async def test_a_client_that_takes_too_little_from_the_start() -> None:
+    """Of an answer before this one, on the same connection: the engine is held up at once."""
+    passage, answer = made(5.0), Answer()
+    assert passage.begin(answer)
+    passage.response.full = True
+    passage.take(b"a", last=False)
+    assert answer.flows == [False]
+    passage.response.on_flow(True)
+    assert answer.flows == [False, True]
+
+
+async def test_a_stream_that_ends_as_the_router_does() -> None:
+    """It has just ended by itself: there is nothing to cut off."""
+    passage, _, _, task = await passing(5.0)
+    passage.finish(None)
+    cut_off(task)
+    await task
+    assert (passage.status, passage.error) == (200, None)
 
 
 async def test_the_wait_for_the_first_piece_is_not_the_passage_s() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.router.wire import Headers, Request, Response, StreamResponse, get, post
+from kvhandoff.router.wire import Headers, Request, Response, Site, StreamResponse, get, post
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
 from kvhandoff.router.wire.server import Server
@@ -64,6 +64,37 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         + b"Content-Length: 5\r\n\r\nhello"
     )
     assert wire.end == ""
+
+
+async def test_a_pipelined_request_whose_body_comes_later() -> None:
+    """It is read when its turn has come, and another one behind it is not read meanwhile."""
+    echo = Echo()
+    echo.gate = asyncio.Event()
+    head, _, body = POST.partition(b"hello")
+    assert not body
+    wire = Wire(Connection(echo.server))
+    await wire.feed([POST + head])
+    assert not wire.reading
+    echo.gate.set()
+    await wire.feed([b"hello" + GET])
+    assert echo.seen == [SEEN[0], SEEN[0], SEEN[1]]
+
+
+async def test_nothing_is_written_into_a_stream_but_its_pieces() -> None:
+    """Whatever a handler returns, a client can't take a second answer for a part of the first."""
+    streams: list[StreamResponse] = []
+
+    async def twice(request: Request) -> Response:
+        streams.append(StreamResponse({}))
+        streams[0].prepare(request)
+        streams[0].write(b"a")
+        return Response(status=400, body=b"an error")
+
+    server = Server(Site([get("/echo", twice)], lambda request: None, max_body_bytes=LIMIT), 0.01)
+    wire = Wire(Connection(server))
+    await wire.feed([GET])
+    assert wire.written.endswith(b"\r\n\r\n1\r\na\r\n")
+    assert wire.end == "abort"
 
 
 @settings(max_examples=200)

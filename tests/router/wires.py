@@ -64,12 +64,14 @@ class Wire(asyncio.Transport):
             asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
     async def feed(self, pieces: Iterable[bytes]) -> None:
-        """These have come in; none while reading is paused."""
+        """These have come in; none while reading is paused. Raises TimeoutError when that has no end."""
         for piece in pieces:
             for _ in range(1000):
                 if self.reading or self.is_closing():
                     break
                 await asyncio.sleep(0)
+            else:
+                raise TimeoutError("it reads no more")
             if self.is_closing():
                 return
             if piece:

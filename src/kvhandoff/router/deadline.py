@@ -63,7 +63,7 @@ class Deadline:
     A cancellation for another cause goes through as it is.
     """
 
-    __slots__ = ("_all", "_before", "_over", "_task", "due")
+    __slots__ = ("_all", "_before", "_over", "_rung", "_task", "due")
 
     def __init__(self, deadlines: Deadlines, task: asyncio.Task[object], due: float) -> None:
         self.due = due
@@ -73,6 +73,8 @@ class Deadline:
         self._before = task.cancelling()
         """Cancellations that are not ours."""
         self._over = False
+        """Nothing moves it any more."""
+        self._rung = False
 
     def __enter__(self) -> Deadline:
         self._all.watch(self)
@@ -82,22 +84,24 @@ class Deadline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._all.forget(self)
-        rung, self._over = self._over, True
-        if rung and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+        self._over = True
+        if self._rung and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
     def move(self, seconds: float) -> None:
-        """The time is over so many seconds from now; no effect when it, or the context, is over already."""
+        """The time is over so many seconds from now; no effect when it is over or lifted, or the context is
+        over."""
         if not self._over:
             self.due = self._all.now() + seconds
             self._all.watch(self)
 
     def lift(self) -> None:
-        """There is no bound any more."""
+        """There is no bound any more, whatever is yet to come."""
+        self._over = True
         self._all.forget(self)
 
     def ring(self) -> None:
         """The time is over."""
         self._all.forget(self)
-        self._over = True
+        self._over = self._rung = True
         self._task.cancel()

@@ -222,7 +222,8 @@ class Passage:
         except asyncio.CancelledError as error:
             if not self._begun or not wire.is_cut_off(error):
                 raise
-            self._cut_off()
+            if self._over.cancelled():  # else it has just ended by itself
+                self._cut_off()
         finally:
             self.response.on_flow = None
             if self._answer is not None:
@@ -291,6 +292,8 @@ class Passage:
         self.response.prepare(self._request)
         self.response.write(piece, last=last)
         self._on_byte()
+        if self.response.full:  # of what came before it on the client's connection, most likely
+            self._flow(room=False)
 
     def finish(self, error: wire.BrokenOff | None) -> None:
         """The engine's stream is complete, or has broken off."""
@@ -298,9 +301,9 @@ class Passage:
             return
         if not self._begun:
             self._too_soon = error or wire.BrokenOff("its stream has ended before the first byte")
-        elif error is not None:
+        elif error is not None and not self._last.complete:
             self._break(describe(error), "ended")
-        else:
+        else:  # whole, even if the engine's connection was no more after the last event
             self.status = 200
             if not self.scan.found:
                 self._on_content()
@@ -328,7 +331,7 @@ class Passage:
         if now < due:
             self._alarm = self._loop.call_at(due, self._look)
             return
-        if self._full:
+        if self._full or self._last.complete:
             self._left()
         else:
             self._break("TimeoutError", f"sent nothing for {self._idle_s:g} s")

@@ -233,7 +233,11 @@ class Connection(asyncio.Protocol):
     async def _run(self, request: Request) -> None:
         response = await self._host.answer(request)
         if isinstance(response, Response):
-            self._send(request, response)
+            if self._stream is not None:
+                log.error("%s %s: answered again within its stream", request.method, request.path)
+                self.abort()
+            else:
+                self._send(request, response)
         elif not response.ended:
             log.error("%s %s: its stream was not ended", request.method, request.path)
             response.cut()
@@ -243,7 +247,10 @@ class Connection(asyncio.Protocol):
         if not self._goes_on(request):
             self._end(request)
         elif self._waiting:
-            self._serve(self._waiting.popleft())
+            waiting = self._waiting.popleft()
+            if not waiting.complete:  # its body may come now
+                self._resume()
+            self._serve(waiting)
         else:
             self._read_on()
 
@@ -251,9 +258,11 @@ class Connection(asyncio.Protocol):
         if self._refusal is not None:
             self._refuse(self._refusal)
             return
-        assert self._transport is not None
         self._rest(IDLE_S)
-        if not self._transport.is_reading():
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._transport is not None and not self._transport.is_reading():
             self._transport.resume_reading()
 
     def _goes_on(self, request: Request) -> bool:
@@ -298,10 +307,8 @@ class Connection(asyncio.Protocol):
         """Closing at once would reset the connection, and the answer might be lost with it."""
         self._parser = None
         self._rest(LINGER_S)
-        assert self._transport is not None
-        if not self._transport.is_reading():
-            self._transport.resume_reading()
-        if self._transport.can_write_eof():
+        self._resume()
+        if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
     def _rest(self, seconds: float) -> None:
