@@ -60,20 +60,20 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Size:
-    """How much of each is measured."""
+    """How much of each is measured. A machine's state drifts by more than the routers differ, so they take
+    turns often, for a short time each."""
 
     rounds: int
     lone: int
     """Requests, in each turn."""
     turns: int
-    """Of lone requests, in each round: a machine's state drifts by more than the routers differ, so they take
-    turns often."""
+    """Of lone requests, in each round."""
     seconds: float
     connections: int = 32
     streams: int = 64
 
 
-WHOLE = Size(rounds=5, lone=400, turns=4, seconds=5.0)
+WHOLE = Size(rounds=10, lone=400, turns=2, seconds=2.5)
 QUICK = Size(rounds=2, lone=200, turns=1, seconds=2.0)
 
 
