@@ -95,35 +95,34 @@ class Circuit:
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
-        self.breaker = Breaker()
-        """The outcomes so far."""
+        self._breaker = Breaker()
 
     @property
     def rests(self) -> bool:
         """Whether the engine is to be avoided now."""
-        breaker = self.breaker
+        breaker = self._breaker
         return bool(breaker.pause) and breaker.rests(self._clock())
 
     def begin(self, verdict: Verdict = _nothing) -> LegOutcome:
         """A leg begins. As a context, the outcome is what `verdict` makes of the exception that ends it; a
         leg that ends without one has succeeded."""
         now = self._clock()
-        if self.breaker.pause:
-            self.breaker = begun(self.breaker, now)
+        if self._breaker.pause:
+            self._breaker = begun(self._breaker, now)
         return LegOutcome(self, now, verdict)
 
     def succeeded(self) -> None:
         """A leg was answered."""
-        if self.breaker.pause:
+        if self._breaker.pause:
             log.info("%s: gets legs again", self._name)
-        if self.breaker.failures:
-            self.breaker = succeeded(self.breaker)
+        if self._breaker.failures:
+            self._breaker = succeeded(self._breaker)
 
     def failed(self, began: float) -> None:
         """A leg that began then has failed."""
-        before, self.breaker = self.breaker, failed(self.breaker, began, self._clock())
-        if self.breaker.pause and not before.pause:
-            log.warning("%s: %d legs in a row have failed; it rests", self._name, self.breaker.failures)
+        before, self._breaker = self._breaker, failed(self._breaker, began, self._clock())
+        if self._breaker.pause and not before.pause:
+            log.warning("%s: %d legs in a row have failed; it rests", self._name, self._breaker.failures)
 
 
 class LegOutcome:

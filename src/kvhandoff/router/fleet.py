@@ -175,8 +175,7 @@ class Fleet:
 
     def resting(self) -> set[str]:
         """URLs of engines whose legs have failed of late: to be avoided."""
-        engines = self._by_url.values()
-        return {engine.url for engine in engines if engine.circuit.breaker.pause and engine.circuit.rests}
+        return {engine.url for engine in self._by_url.values() if engine.circuit.rests}
 
     def learn(self, record: RequestRecord, weighed: Weighed | None) -> None:
         """What only the router's own account of a request shows: its legs' ways, and its prompt's length."""

@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvhandoff.core.errors import RequestError
-from kvhandoff.core.ids import HandoffId
 from kvhandoff.router.body import Fields
 from kvhandoff.router.trace_context import trace_context
 from kvhandoff.router.wire import header_lines
@@ -215,7 +214,7 @@ def leg_headers(client: Mapping[str, str], handoff_id: str) -> dict[str, str]:
     }
 
 
-def leg_lines(client: Mapping[str, str], handoff_id: HandoffId) -> bytes:
+def leg_lines(client: Mapping[str, str], handoff_id: str) -> bytes:
     """The same, as lines."""
     trace = trace_context(client)
     lines = _LINES % handoff_id.encode("ascii")

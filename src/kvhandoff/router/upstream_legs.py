@@ -22,7 +22,7 @@ from kvhandoff.router.breaker import LegOutcome
 from kvhandoff.router.config import Timeouts
 from kvhandoff.router.deadline import Deadline, Deadlines
 from kvhandoff.router.engine import refuses_connection
-from kvhandoff.router.legs import leg_headers
+from kvhandoff.router.legs import leg_lines
 from kvhandoff.router.policy import RequestSummary
 from kvhandoff.router.records import Draft, LegRef
 from kvhandoff.router.side import read_error
@@ -199,9 +199,9 @@ class UpstreamLegs:
         return pass_on(job.draft, read)
 
     def _post(self, job: Job, engine: UpstreamEngine, body: bytes, context: Mapping[str, str]) -> wire.Leg:
-        headers = leg_headers(job.request.headers if job.draft.trace is None else {}, job.request_id)
+        lines = leg_lines(job.request.headers if job.draft.trace is None else {}, job.request_id)
         url = engine.url + job.request.path
-        return self._client.post(url, data=body, headers=wire.header_lines({**headers, **context}))
+        return self._client.post(url, data=body, headers=lines + wire.header_lines(context))
 
 
 def _verdict(engine: UpstreamEngine, error: BaseException) -> bool | None:
