@@ -34,6 +34,8 @@ class ScriptedHandle:
     error: str | None = None
     bytes: int = 3000
     polls: int = 0
+    lasts: int | None = None
+    """Polls after which it is done; None: when the test says so."""
 
 
 @dataclass
@@ -85,6 +87,8 @@ class ScriptedPlane:
 
     def poll(self, handle: Any) -> TransferState:
         handle.polls += 1
+        if handle.polls == handle.lasts:
+            handle.state = DONE
         state: TransferState = handle.state
         if handle.polls == 2:
             self.polled.put("twice")
@@ -162,6 +166,18 @@ def test_the_plane_lives_on_the_movers_thread_alone(mover: Mover, plane: Scripte
         "close",
     ]
     assert plane.threads == {"kvhandoff-mover"}
+
+
+def test_no_pause_lasts_for_ever(mover: Mover, plane: ScriptedPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause that is over before the mover has looked at its queue is over. On busy cores that happens to
+    20 us too; here, to one of a thousand pauses."""
+    monkeypatch.setattr("kvhandoff.transport.mover._FIRST_PAUSE", 1e-6)
+    monkeypatch.setattr("kvhandoff.transport.mover._LONGEST_PAUSE", 1e-6)
+    answers = Answers()
+    for _ in range(8000):
+        plane.handles["1"] = ScriptedHandle(lasts=3)
+        mover.move("read", PEER, [(1, 0, 1)], answers)
+        assert answers.next().state is DONE
 
 
 def test_a_move_is_reported_once_with_its_times(

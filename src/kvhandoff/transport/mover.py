@@ -118,7 +118,9 @@ class Mover:
         self._factory = plane_factory
         self._region = region
         self._clock = clock
-        self._queue: queue.SimpleQueue[_Connect | _Disconnect | _Move | _Close] = queue.SimpleQueue()
+        # Not SimpleQueue: one that finds nothing although it was woken waits for what is left of its timeout,
+        # and if that is less than nothing, for ever (CPython 3.11; within minutes on busy cores).
+        self._queue: queue.Queue[_Connect | _Disconnect | _Move | _Close] = queue.Queue()
         self._lock = threading.Lock()
         """Guards `_ended`: nothing enters the queue after its last reader has left."""
         self._ended: str | None = None
