@@ -116,6 +116,10 @@ class Response:
     def write(self, piece: bytes, *, last: bool = False) -> None:
         self.written += piece
 
+    def write_chunk(self, chunk: bytes, piece: bytes) -> None:
+        assert chunk == b"<" + piece + b">"
+        self.written += chunk
+
 
 def made(idle_s: float, *calls: Any) -> Any:
     """A passage whose engine has been asked. `calls`: on its first byte, first content and last event."""
@@ -134,6 +138,25 @@ async def passing(idle_s: float) -> tuple[Any, Any, Any, asyncio.Task[None]]:
     task = asyncio.create_task(passage.carry())
     await asyncio.sleep(0)
     return passage, passage._loop, answer, task
+
+
+async def test_chunks() -> None:
+    """They go on as they came; the first piece of a stream is framed with its head."""
+    heard: list[str] = []
+    passage = made(5.0, *(lambda what=what: heard.append(what) for what in ("byte", "content", "done")))
+    assert passage.begin(Answer())
+    passage.take_chunk(b"<" + ROLE + b">", ROLE)
+    assert (passage.response.written, heard) == (ROLE, ["byte"])
+    passage.take_chunk(b"<" + TEXT + b">", TEXT)
+    assert (passage.response.written, heard) == (ROLE + b"<" + TEXT + b">", ["byte", "content"])
+    done, before = b"data: [DONE]\n\n", passage.response.written
+    passage.take_chunk(b"<" + done + b">", done)
+    assert (passage.response.written, heard[2:]) == (before + b"<" + done + b">", ["done"])
+    passage.finish(None)
+    passage.take_chunk(b"<x>", b"x")
+    assert passage.response.written.endswith(b"]\n\n>")
+    await passage.carry()
+    assert passage.status == 200
 
 
 async def test_the_first_piece_is_written_as_it_comes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import h11
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvhandoff.router.wire import BrokenOff, Client, NotConnected
 from kvhandoff.router.wire.client import _split
@@ -158,6 +159,7 @@ class Bucket:
         self.answers: list[LegAnswer] = []
         self.pieces: list[bytes] = []
         self.lasts: list[bool] = []
+        self.chunks: list[bytes] = []
         self.ends: list[BrokenOff | None] = []
 
     def begin(self, answer: LegAnswer) -> bool:
@@ -167,6 +169,10 @@ class Bucket:
     def take(self, piece: bytes, *, last: bool) -> None:
         self.pieces.append(piece)
         self.lasts.append(last)
+
+    def take_chunk(self, chunk: bytes, piece: bytes) -> None:
+        self.chunks.append(chunk)
+        self.take(piece, last=False)
 
     def finish(self, error: BrokenOff | None) -> None:
         self.ends.append(error)
@@ -201,6 +207,109 @@ async def test_pouring() -> None:
     connection.data_received(b"0\r\n\r\n")
     assert bucket.ends == [None]
     assert not any(bucket.lasts)
+
+
+async def test_which_chunks_go_on_as_they_came() -> None:
+    """Those that come whole and alone, after another's end; what the parser has seen a part of, it sees the
+    rest of."""
+    bucket = Bucket()
+    connection, _, _ = await asked(bucket)
+    head = CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    for data, chunks, body in [
+        (head, [], b""),
+        (b"1\r\na\r\n", [], b"a"),
+        (b"1\r\nb\r\n", [b"1\r\nb\r\n"], b"ab"),
+        (b"1\r\nc\r\n6\r\n", [], b"abc"),
+        (b"1\r\nd\r\n", [], b"abc1\r\nd\r\n"),  # it looks like a chunk, and is in one
+        (b"\r\n", [], b"abc1\r\nd\r\n"),
+        (b"2\r\ne\r", [], b"abc1\r\nd\r\ne\r"),
+        (b"\r\n", [], b"abc1\r\nd\r\ne\r"),
+        (b"1\r\nf\r\n", [b"1\r\nf\r\n"], b"abc1\r\nd\r\ne\rf"),
+        (b"A\r\n0123456789\r\n", [], b"abc1\r\nd\r\ne\rf0123456789"),
+        (b"1\r\ng\r\n", [b"1\r\ng\r\n"], b"abc1\r\nd\r\ne\rf0123456789g"),
+        (b"1", [], b"abc1\r\nd\r\ne\rf0123456789g"),
+        (b"1\r\nh\r\n", [], b"abc1\r\nd\r\ne\rf0123456789gh\r\n"),  # the size is 0x11
+        (b"34567890123456\r\n", [], b"abc1\r\nd\r\ne\rf0123456789gh\r\n34567890123456"),
+    ]:
+        bucket.chunks.clear()
+        connection.data_received(data)
+        assert (data, bucket.chunks, b"".join(bucket.pieces)) == (data, chunks, body)
+    connection.data_received(b"1\r\ni\r\n0\r\n\r\n")
+    assert bucket.ends == [None]
+    assert connection.usable
+
+
+async def test_an_answer_of_known_length_has_no_chunks() -> None:
+    bucket = Bucket()
+    connection, wire, _ = await asked(bucket)
+    await wire.feed([CHUNKED])
+    connection.rest()
+    connection.ask(HEAD, b"x")
+    asking = asyncio.ensure_future(connection.answered(second := Bucket()))
+    await asyncio.sleep(0)
+    await wire.feed([b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n", b"1\r\na\r\n", b"1\r\nb\r\n"])
+    assert (second.pieces, second.chunks) == ([b"1\r\na\r\n", b"1\r\nb\r\n"], [])
+    assert asking.done()
+
+
+async def test_nothing_goes_on_after_the_connection_is_given_up() -> None:
+    bucket = Bucket()
+    connection, wire, _ = await asked(bucket)
+    connection.data_received(CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n1\r\na\r\n")
+    connection.data_received(b"1\r\nb\r\nx\r\n")
+    assert wire.end == "abort"
+    connection.data_received(b"1\r\nc\r\n")
+    assert bucket.pieces == [b"a", b"b"]
+    assert len(bucket.ends) == 1
+
+
+CHUNKS = st.lists(
+    st.one_of(
+        st.builds(lambda text: b"%x\r\n%b\r\n" % (len(text), text), st.binary(min_size=1, max_size=40)),
+        st.sampled_from(
+            [
+                b"5\r\na\r\nbc\r\n",
+                b"A\r\n1\r\nx\r\n2\r\n\r\n",
+                b"01\r\na\r\n",
+                b"1;a=1\r\nb\r\n",
+                b"2\r\nab\n",
+            ]
+        ),
+    ),
+    max_size=8,
+)
+
+
+@given(chunks=CHUNKS, cuts=CUTS, mutations=st.one_of(st.just([]), MUTATIONS))
+def test_what_is_poured_is_what_a_parser_reads(chunks: list[bytes], cuts: list[int], mutations: Any) -> None:
+    """Whole chunks are passed by the parser; however it goes on, nobody can tell."""
+    raw = mutated(b"".join(chunks) + b"0\r\n\r\n", mutations)
+    pieces, at = [CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"], 0
+    for chunk in chunks:  # most reads begin and end where chunks do
+        pieces.append(raw[at : at + len(chunk)])
+        at += len(chunk)
+    pieces += cut(raw[at:], cuts)
+    if cuts and cuts[0] % 2:
+        pieces[1:] = cut(raw, cuts)
+
+    async def poured() -> tuple[bytes, list[bool]]:
+        bucket = Bucket()
+        connection, _, _ = await asked(bucket)
+        for piece in filter(None, pieces):
+            connection.data_received(piece)
+        return b"".join(bucket.pieces), [error is None for error in bucket.ends]
+
+    async def parsed() -> tuple[bytes, list[bool]]:
+        bucket = Bucket()
+        connection, _, _ = await asked(bucket)
+        connection.data_received(pieces[0])
+        for byte in b"".join(pieces[1:]):  # no byte is a chunk
+            connection.data_received(bytes([byte]))
+        return b"".join(bucket.pieces), [error is None for error in bucket.ends]
+
+    (some, ends), (all_, right_ends) = asyncio.run(poured()), asyncio.run(parsed())
+    assert ends == right_ends
+    assert some == all_ or (ends == [False] and all_.startswith(some))
 
 
 @pytest.mark.parametrize(("after", "last"), [(b"", True), (b"HTTP/1.1 200 OK\r\n", False)])

@@ -473,12 +473,32 @@ async def test_a_client_that_leaves_ends_its_handler() -> None:
     _, wire = await exchange([STREAM], echo)
     connection = wire.protocol
     task = connection.task
-    connection.connection_lost(None)
+    wire.abort()
     await quiet()
     assert task.cancelled()
     assert echo.stream is not None
     with pytest.raises(ClientGone):
         echo.stream.write(b"x")
+
+
+@pytest.mark.parametrize(("version", "sent"), [("1.1", b"02;x\r\nab\r\n0\r\n\r\n"), ("1.0", b"ab")])
+async def test_a_chunk_goes_as_it_came(version: str, sent: bytes) -> None:
+    """To a client that knows chunks."""
+    echo = Echo()
+
+    async def passing(request: Request) -> StreamResponse:
+        stream = StreamResponse({})
+        with pytest.raises(RuntimeError):
+            stream.write_chunk(b"1\r\na\r\n", b"a")
+        stream.prepare(request)
+        stream.write_chunk(b"02;x\r\nab\r\n", b"ab")
+        stream.write_eof()
+        return stream
+
+    echo.site.add(post("/passing", passing))
+    raw = b"POST /passing HTTP/%b\r\nHost: h\r\nContent-Length: 0\r\n\r\n" % version.encode()
+    _, wire = await exchange([raw], echo)
+    assert bytes(wire.written).partition(b"\r\n\r\n")[2] == sent
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,10 @@ class LastEvent:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._marks, self._keep = _RESPONSE_ENDS if endpoint is Endpoint.RESPONSES else _CHAT_ENDS
+        of_response = endpoint is Endpoint.RESPONSES
+        self._marks, self._keep = _RESPONSE_ENDS if of_response else _CHAT_ENDS
+        self._other = None if of_response else b"}\n\n"
+        """How a piece ends that ends with an event which is not the last."""
         self._begun = False
         self.tail = b""
 
@@ -124,12 +127,14 @@ class LastEvent:
 
     def feed(self, piece: bytes) -> bool:
         """`complete`, after this piece."""
-        if not self._begun:
-            seen = self.tail + piece
-            for mark in self._marks:
-                if mark in seen:
-                    self._begun = True
-        self.tail = (self.tail + piece[-self._keep :])[-self._keep :]
+        if self._other is not None and piece.endswith(self._other):  # nearly all, and this takes no time
+            self.tail = _EVENT_END
+            return False
+        seen = self.tail + piece
+        for mark in self._marks:
+            if mark in seen:
+                self._begun = True
+        self.tail = seen[-self._keep :]
         return self._begun and self.complete
 
 
@@ -283,7 +288,19 @@ class Passage:
             self._left()
             self._done()
         else:
-            self._moved = self._loop.time()
+            self._seen(piece)
+
+    def take_chunk(self, chunk: bytes, piece: bytes) -> None:
+        """One more piece, and the chunk it is in, which goes on as it came."""
+        if not self._begun or self._over.done():
+            self.take(piece, last=False)
+            return
+        try:
+            self.response.write_chunk(chunk, piece)
+        except ClientGone:
+            self._left()
+            self._done()
+        else:
             self._seen(piece)
 
     def _write_first(self, piece: bytes, *, last: bool) -> None:
@@ -310,6 +327,7 @@ class Passage:
         self._done()
 
     def _seen(self, piece: bytes) -> None:
+        self._moved = self._loop.time()
         if self._last.feed(piece):
             self._on_done()
         if not self.scan.found and self.scan.feed(piece):

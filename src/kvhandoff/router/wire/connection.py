@@ -89,7 +89,6 @@ class Connection(asyncio.Protocol):
         """Of what has come in last."""
         self._task: asyncio.Task[None] | None = None
         self._stream: StreamResponse | None = None
-        self._chunked = True
 
     # ---- the transport's word ----
 
@@ -321,34 +320,20 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def begin_stream(self, request: Request, stream: StreamResponse) -> bytes:
-        """The head, to be sent with the first piece. Raises ClientGone."""
+    def begin_stream(self, request: Request, stream: StreamResponse) -> tuple[asyncio.Transport, bytes, bool]:
+        """Where it goes, its head, to be sent with the first piece, and whether it goes in chunks. Raises
+        ClientGone."""
         if self._transport is None or request is not self._serving:
             raise ClientGone
         if self._stream is not None:
             raise RuntimeError("it is being answered already")
         self._stream = stream
-        self._chunked = request.version == "1.1"
-        if not self._chunked:
+        chunked = request.version == "1.1"
+        if not chunked:
             request.keep_alive = False  # its end is the connection's
-        more = (b"Transfer-Encoding: chunked\r\n",) if self._chunked else ()
-        return response_head(stream.status, stream.headers, *more, *self._connection_header(request))
-
-    def write_piece(self, head: bytes, piece: bytes, *, last: bool) -> None:
-        """Send a piece of a stream; `last`: and its end. Raises ClientGone."""
-        if self._transport is None or self._transport.is_closing():
-            raise ClientGone
-        if self._chunked:
-            end = _LAST_CHUNK if last else b""
-            self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(piece), piece, end))
-        else:
-            self._transport.write(head + piece)
-
-    def end_stream(self, head: bytes) -> None:
-        """Send its end. Raises ClientGone."""
-        if self._transport is None or self._transport.is_closing():
-            raise ClientGone
-        self._transport.write(head + (_LAST_CHUNK if self._chunked else b""))
+        more = (b"Transfer-Encoding: chunked\r\n",) if chunked else ()
+        head = response_head(stream.status, stream.headers, *more, *self._connection_header(request))
+        return self._transport, head, chunked
 
     def abort(self) -> None:
         """Reset the connection."""
@@ -372,9 +357,6 @@ class Connection(asyncio.Protocol):
         is then its last."""
         if self._serving is None and self._transport is not None:
             self._transport.close()
-
-
-_LAST_CHUNK = b"0\r\n\r\n"
 
 
 def _target(url: bytes) -> str:

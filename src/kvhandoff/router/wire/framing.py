@@ -23,6 +23,9 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 64
 """Requests of one connection that wait for the answers to those before them."""
 
+LAST_CHUNK = b"0\r\n\r\n"
+"""The end of a body in chunks."""
+
 Pairs = list[tuple[bytes, bytes]]
 """A head's names, in lower case, and values."""
 
@@ -134,6 +137,19 @@ def header_lines(headers: Mapping[str, str]) -> bytes:
     if text.count("\n") != len(headers) or text.count("\r") != len(headers) or "\0" in text:
         raise ValueError(f"one of the headers {', '.join(headers)} has a line end in it")
     return text.encode("utf-8", "surrogateescape")
+
+
+def whole_chunk(data: bytes) -> bytes | None:
+    """What is in `data` if that is one chunk, written as nearly everybody does: a size below 4,096 in lower
+    case without leading zeros, and no extension. None: a parser must see it. The last chunk, which is empty,
+    is none."""
+    size, _, rest = data.partition(b"\r\n")
+    if _SIZES.get(size) == len(rest) - 2 and rest.endswith(b"\r\n"):
+        return rest[:-2]
+    return None
+
+
+_SIZES = {b"%x" % size: size for size in range(1, 4096)}
 
 
 @cache

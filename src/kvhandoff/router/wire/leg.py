@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, BadFraming, Pairs, check_response
+from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, BadFraming, Pairs, check_response, whole_chunk
 from kvhandoff.router.wire.headers import Headers
 
 MAX_HELD_BYTES = 262_144
@@ -32,6 +32,9 @@ class Sink(Protocol):
     def take(self, piece: bytes, *, last: bool) -> None:
         """One more piece. `last`: `finish` follows at once, without an error."""
 
+    def take_chunk(self, chunk: bytes, piece: bytes) -> None:
+        """One more piece: a whole chunk as it came, and what is in it."""
+
     def finish(self, error: BrokenOff | None) -> None:
         """It is complete, or has broken off. Once."""
 
@@ -49,7 +52,8 @@ class LegAnswer:
         """All of it is in."""
         self._error: BrokenOff | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
+        """Where it is poured."""
 
     @property
     def content_type(self) -> str:
@@ -73,7 +77,7 @@ class LegAnswer:
 
     def pour(self, sink: Sink) -> None:
         """Give the sink each piece as it comes, the first one included, without a task being woken."""
-        self._sink = sink
+        self.sink = sink
 
     def flow(self, room: bool) -> None:
         """Whether the sink has room."""
@@ -84,14 +88,14 @@ class LegAnswer:
 
     def stop(self) -> None:
         """Pour no more."""
-        self._sink = None
+        self.sink = None
 
     # ---- the connection's word ----
 
     def feed(self, piece: bytes, *, last: bool) -> None:
         """A piece has come in. `last`: it has the answer's end, and `end` follows at once."""
-        if self._sink is not None:
-            self._sink.take(piece, last=last)
+        if self.sink is not None:
+            self.sink.take(piece, last=last)
             return
         self._pieces.append(piece)
         self._held += len(piece)
@@ -104,8 +108,8 @@ class LegAnswer:
         if self.complete or self._error is not None:
             return
         self.complete, self._error = error is None, error
-        if self._sink is not None:
-            self._sink.finish(error)
+        if self.sink is not None:
+            self.sink.finish(error)
         self._wake()
 
     def _taken(self) -> bytes:
@@ -150,6 +154,10 @@ class LegConnection(asyncio.Protocol):
         self._problem: str | None = None
         self._keep_alive = True
         self._body: list[bytes] = []
+        self._chunk_over = False
+        """The parser has come to a chunk's end, and to no other chunk's beginning."""
+        self._between = False
+        """All that has come in ends with a chunk's end, and the answer goes on."""
         self._room: asyncio.Future[None] | None = None
 
     # ---- for its client ----
@@ -234,6 +242,18 @@ class LegConnection(asyncio.Protocol):
         return False
 
     def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if self._between and answer is not None and answer.sink is not None:
+            # The parser need not see a whole chunk: it is between two of them before and after.
+            piece = whole_chunk(data)
+            if piece is not None:
+                answer.sink.take_chunk(data, piece)
+                return
+        self._parse(data)
+        # A line end alone would not do: it may be that of the next chunk's size.
+        self._between = self._chunk_over and data.endswith(b"\r\n") and not self._ended
+
+    def _parse(self, data: bytes) -> None:
         parser = self._parser
         if parser is None:
             return
@@ -294,9 +314,15 @@ class LegConnection(asyncio.Protocol):
                 answer.pour(self._sink)
             head.set_result(answer)
 
+    def on_chunk_header(self) -> None:
+        self._chunk_over = False
+
     def on_body(self, piece: bytes) -> None:
         if self._problem is None:
             self._body.append(piece)
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_over = True
 
     def on_message_complete(self) -> None:
         self._in_head = True
@@ -305,12 +331,12 @@ class LegConnection(asyncio.Protocol):
     def rest(self) -> None:
         """It waits for another request."""
         self._head = self._answer = self._sink = None
-        self._ended = False
+        self._ended = self._chunk_over = False
         self.resume()
         self.idle_since = self._loop.time()
 
     def _unwanted(self, why: str) -> None:
-        self._parser = None
+        self._parser, self._chunk_over = None, False
         self._broken(why)
         if self._transport is not None:
             self._transport.abort()

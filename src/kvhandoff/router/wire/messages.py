@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from kvhandoff.core.errors import RequestError
+from kvhandoff.router.wire.framing import LAST_CHUNK
 from kvhandoff.router.wire.headers import Headers
-from kvhandoff.web import body_too_large, body_too_slow, encoded_body
+from kvhandoff.web import ClientGone, body_too_large, body_too_slow, encoded_body
 
 if TYPE_CHECKING:
     from kvhandoff.router.wire.connection import Connection
@@ -169,7 +170,17 @@ class StreamResponse:
     there is room again; `drained` waits for that.
     """
 
-    __slots__ = ("_connection", "_head", "_room", "ended", "headers", "on_flow", "status")
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_head",
+        "_room",
+        "_transport",
+        "ended",
+        "headers",
+        "on_flow",
+        "status",
+    )
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.status = 200
@@ -178,7 +189,10 @@ class StreamResponse:
         """Nothing more is to come, properly or not."""
         self.on_flow: Callable[[bool], None] | None = None
         self._connection: Connection | None = None
+        self._transport: asyncio.Transport | None = None
+        """The connection's, since the head was made."""
         self._head = b""
+        self._chunked = True
         self._room: asyncio.Future[None] | None = None
 
     @property
@@ -194,22 +208,29 @@ class StreamResponse:
     def prepare(self, request: Request) -> None:
         """The client's request is answered with this. Raises ClientGone."""
         self._connection = request.connection
-        self._head = self._connection.begin_stream(request, self)
+        self._transport, self._head, self._chunked = self._connection.begin_stream(request, self)
 
     def write(self, piece: bytes, *, last: bool = False) -> None:
         """Send a piece; an empty one is none. `last`: and the end with it. Raises ClientGone."""
-        if self._connection is None:
-            raise RuntimeError("it is not prepared")
         if piece:
-            self._connection.write_piece(self._head, piece, last=last)
-            self._head = b""
+            end = LAST_CHUNK if last else b""
+            self.write_chunk(b"%x\r\n%b\r\n%b" % (len(piece), piece, end), piece)
             self.ended = last
+
+    def write_chunk(self, chunk: bytes, piece: bytes) -> None:
+        """Send a piece that is a chunk already. Raises ClientGone."""
+        transport = self._transport
+        if transport is None:
+            raise RuntimeError("it is not prepared")
+        if transport.is_closing():
+            raise ClientGone
+        if self._head:
+            chunk, piece, self._head = self._head + chunk, self._head + piece, b""
+        transport.write(chunk if self._chunked else piece)
 
     def write_eof(self) -> None:
         """The end. Raises ClientGone."""
-        if self._connection is None:
-            raise RuntimeError("it is not prepared")
-        self._connection.end_stream(self._head)
+        self.write_chunk(LAST_CHUNK, b"")
         self.ended = True
 
     def cut(self) -> None:
