@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhandoff.cli.children import Child, ChildFailed, keep_running, keep_until
+from kvhandoff.cli.children import SHORT_LIFE_S, Child, ChildFailed, keep_running, keep_until
+from kvhandoff.core.clock import ManualClock
 
 DEADLINE_S = 30.0
 
@@ -84,7 +85,8 @@ async def test_a_child_that_can_not_be_started_for_a_while(python: Python) -> No
     async with child() as made:
         await made.start()
         path.unlink()
-        keeper = asyncio.create_task(keep_running(made, lines.put_nowait, first_pause=0.1))
+        clock = ManualClock(100.0)
+        keeper = asyncio.create_task(keep_running(made, lines.put_nowait, first_pause=0.1, clock=clock))
         try:
             made.kill()
             assert await lines.get() == "decode-0 ended (killed by signal 9); it is started again"
@@ -101,10 +103,34 @@ async def test_a_child_that_can_not_be_started_for_a_while(python: Python) -> No
                 pass
             assert line == "decode-0 serves again at port 8123"
             assert made.serves
+            clock.advance(SHORT_LIFE_S)
             made.kill()  # the pauses begin anew
             path.unlink()
             assert await lines.get() == "decode-0 ended (killed by signal 9); it is started again"
             assert (await lines.get()).endswith("; next try in 0.1 s")
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+
+
+async def test_a_child_that_comes_up_and_ends(python: Python) -> None:
+    """At once the first time; not again and again without a pause."""
+    python('{"url":"http://127.0.0.1:8123"}\n')
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    clock = ManualClock(100.0)
+    async with child() as made:
+        await made.start()
+        keeper = asyncio.create_task(keep_running(made, lines.put_nowait, first_pause=0.1, clock=clock))
+        try:
+            made.kill()
+            assert await lines.get() == "decode-0 ended (killed by signal 9); it is started again"
+            for pause in ("0.1", "0.2"):
+                assert await lines.get() == "decode-0 serves again at port 8123"
+                clock.advance(2.0)
+                made.kill()
+                ended = "decode-0 ended (killed by signal 9) 2.0 s after it had come up"
+                assert await lines.get() == f"{ended}; next try in {pause} s"
+            assert await lines.get() == "decode-0 serves again at port 8123"
         finally:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)

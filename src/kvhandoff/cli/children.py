@@ -11,10 +11,15 @@ from typing import Any
 
 import msgspec
 
+from kvhandoff.core.clock import Clock, monotonic
 from kvhandoff.core.errors import ConfigError, KVHandoffError, describe, excerpt
 
 STOP_S = 10.0
 """A child that hasn't ended this long after SIGTERM is killed, unless it may take longer."""
+
+
+SHORT_LIFE_S = 10.0
+"""A child that was started again and ends this soon after it had come up would be started without end."""
 
 
 class ChildFailed(KVHandoffError):
@@ -111,22 +116,31 @@ class Child:
                 await process.wait()
 
 
-async def keep_running(child: Child, say: Callable[[str], None], *, first_pause: float = 0.5) -> None:
-    """Start `child` again whenever it ends, until cancelled. Starts that fail are repeated with growing
-    pauses."""
-    pause = first_pause
+async def keep_running(
+    child: Child, say: Callable[[str], None], *, first_pause: float = 0.5, clock: Clock = monotonic
+) -> None:
+    """Start `child` again whenever it ends, until cancelled. What comes to nothing, a start that fails or a
+    life that ends within `SHORT_LIFE_S`, is repeated with growing pauses."""
+    pause, served_at = first_pause, float("-inf")
     while True:
-        code = await child.ended()
-        say(f"{child.name} ended ({_how(code)}); it is started again")
+        how = _how(await child.ended())
+        lived = clock() - served_at
+        if lived >= SHORT_LIFE_S:
+            pause, problem = first_pause, None
+            say(f"{child.name} ended ({how}); it is started again")
+        else:
+            problem = f"{child.name} ended ({how}) {lived:.1f} s after it had come up"
         while True:
+            if problem is not None:
+                say(f"{problem}; next try in {pause:.1f} s")
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 30.0)
             try:
                 await child.start()
                 break
             except (ChildFailed, ConfigError) as error:
-                say(f"{error}; next try in {pause:.1f} s")
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 30.0)
-        pause = first_pause
+                problem = str(error)
+        served_at = clock()
         say(f"{child.name} serves again at port {child.port}")
 
 
