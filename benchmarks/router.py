@@ -67,7 +67,7 @@ class Size:
     lone: int
     """Requests, in each turn."""
     turns: int
-    """Of lone requests, in each round."""
+    """Of lone requests and of paced streams, in each round."""
     seconds: float
     connections: int = 32
     streams: int = 64
@@ -88,19 +88,26 @@ def measure_lone(systems: Mapping[str, System], direct: System, size: Size) -> d
     return found
 
 
-def measure(system: System, lone: Sequence[Lone], urls: Mapping[str, str], size: Size) -> Round:
-    """One contestant's round."""
+def measure_paced(systems: Mapping[str, System], urls: Mapping[str, str], size: Size) -> dict[str, float]:
+    """Every contestant's CPU per paced token in one round, in seconds."""
+    paced = Load(port=0, connections=size.streams, seconds=size.seconds, tokens=PACED_TOKENS)
+    cpu_s, tokens = dict.fromkeys(systems, 0.0), dict.fromkeys(systems, 0)
+    set_pace(urls, PACE_MS)
+    for turn in range(size.turns):
+        for name in in_turn(list(systems), turn):
+            before = systems[name].cpu_s()
+            tokens[name] += systems[name].run(paced).tokens
+            cpu_s[name] += systems[name].cpu_s() - before
+    set_pace(urls, 0.0)
+    return {name: cpu_s[name] / tokens[name] for name in systems}
+
+
+def measure(system: System, lone: Sequence[Lone], token_cpu_s: float, size: Size) -> Round:
+    """One contestant's round: at saturation, beside what was measured in turns."""
     requests = Load(port=0, connections=size.connections, seconds=size.seconds, tokens=1)
     before = system.cpu_s()
     answered = system.run(requests)
     request_cpu = system.cpu_s() - before
-
-    set_pace(urls, PACE_MS)
-    paced = Load(port=0, connections=size.streams, seconds=size.seconds, tokens=PACED_TOKENS)
-    before = system.cpu_s()
-    streamed = system.run(paced)
-    token_cpu = system.cpu_s() - before
-    set_pace(urls, 0.0)
 
     fast = system.run(Load(port=0, connections=size.connections, seconds=size.seconds, tokens=FAST_TOKENS))
     return Round(
@@ -108,7 +115,7 @@ def measure(system: System, lone: Sequence[Lone], urls: Mapping[str, str], size:
         requests_per_s=answered.requests / answered.seconds,
         busy=request_cpu / answered.seconds,
         request_cpu_s=request_cpu / answered.requests,
-        token_cpu_s=token_cpu / streamed.tokens,
+        token_cpu_s=token_cpu_s,
         tokens_per_s=fast.tokens / fast.seconds,
         rss=system.rss(),
     )
@@ -195,8 +202,9 @@ def main() -> None:
             with progress_bar("measuring", rounds * len(systems)) as advance:
                 for turn in range(rounds):
                     lone = measure_lone(systems, direct, size)
+                    paced = measure_paced(systems, urls, size)
                     for name in in_turn(list(systems), turn):
-                        results[name].append(measure(systems[name], lone[name], urls, size))
+                        results[name].append(measure(systems[name], lone[name], paced[name], size))
                         advance()
         if with_growth and OURS in systems:
             samples = grow(systems[OURS], size.connections, WARM_UP_REQUESTS, GROWTH_REQUESTS)
