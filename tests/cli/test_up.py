@@ -128,6 +128,20 @@ async def test_up_serves_restarts_and_ends() -> None:
         await until(lambda: not any(map(alive, pids.values())))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_up_is_ended_while_it_starts(number: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvhandoff", "up", "--port", "0", "--model", str(cached_tiny_model("llama"))),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    await until(lambda: len(children(process.pid)) == 2)
+    pids = children(process.pid)
+    process.send_signal(number)
+    _, said = await process.communicate()
+    assert (process.returncode, "Traceback" in said.decode()) == (0, False), said.decode()
+    await until(lambda: not any(map(alive, pids.values())))
+
+
 async def test_a_killed_supervisor_leaves_nothing_behind() -> None:
     misspelled = {"UCX_NET_DEVICE": "lo"}  # of which UCX warns on standard output
     arguments = ("--model", str(cached_tiny_model("llama")), "--prefill", "0")

@@ -138,6 +138,20 @@ def test_random_damage(raw: bytes, mutations: Any, cuts: list[int]) -> None:
     assert theirs in (None, result)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"0\r\nX: ", *[b"a" * MAX_HEAD_BYTES] * 3],
+        [b"0\r\n", *[b"X: a\r\n" * 12_000] * 3],
+        [b"1;", *[b"a" * MAX_HEAD_BYTES] * 3],
+    ],
+    ids=["trailer", "trailers", "extension"],
+)
+async def test_what_is_around_an_engine_s_chunks_has_an_end(pieces: list[bytes]) -> None:
+    with pytest.raises(BrokenOff, match="the trailer of its answer is too long"):
+        await ask([CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n1\r\na\r\n", *pieces])
+
+
 async def test_an_answer_that_nobody_takes_is_not_read_on() -> None:
     connection = LegConnection()
     wire = Wire(connection)

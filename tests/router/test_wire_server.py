@@ -15,7 +15,7 @@ from kvhandoff.core.errors import RequestError
 from kvhandoff.router.wire import Headers, Request, Response, Site, StreamResponse, get, post
 from kvhandoff.router.wire.connection import Connection
 from kvhandoff.router.wire.framing import MAX_HEAD_BYTES, MAX_PIPELINED
-from kvhandoff.router.wire.server import Server
+from kvhandoff.router.wire.server import Server, serve
 from kvhandoff.web import ClientGone
 from tests.router.wires import CUTS, LIMIT, MUTATIONS, Echo, Wire, cut, mutated, quiet
 
@@ -553,6 +553,61 @@ async def test_closing() -> None:
     await closing
     assert undated(busy.written).endswith(b"Connection: close\r\n\r\nhello")
     assert busy.end == "close"
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_cut_stream_looks_cut(version: str) -> None:
+    """Also to a client that knows no chunks, for which a connection's end is an answer's."""
+    echo, told = Echo(), asyncio.Event()
+
+    async def cut_off(request: Request) -> StreamResponse:
+        stream = StreamResponse({})
+        stream.prepare(request)
+        stream.write(b"half")
+        await told.wait()
+        stream.cut()
+        return stream
+
+    echo.site.add(get("/cut", cut_off))
+    server = await serve(echo.site)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        writer.write(f"GET /cut HTTP/{version}\r\nHost: h\r\n\r\n".encode())
+        await reader.readuntil(b"half")
+        told.set()
+        if version == "1.0":
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+        else:
+            assert await reader.read() == b"\r\n", "and no last chunk"
+    finally:
+        writer.close()
+        await server.close()
+
+
+ENDLESS = [
+    pytest.param([b"0\r\nX: ", *[b"a" * MAX_HEAD_BYTES] * 3], id="trailer"),
+    pytest.param([b"0\r\n", *[b"a" * MAX_HEAD_BYTES] * 3], id="trailer's name"),
+    pytest.param([b"0\r\n", *[b"X: a\r\n" * 12_000] * 3], id="trailers"),
+    pytest.param([b"1;", *[b"a" * MAX_HEAD_BYTES] * 3], id="extension"),
+]
+
+
+@pytest.mark.parametrize("pieces", ENDLESS)
+async def test_what_is_around_chunks_has_an_end(pieces: list[bytes]) -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n"
+    echo, wire = await exchange([head, *pieces])
+    assert status_of(wire) == 400
+    assert b"trailers: more than the allowed 65536 bytes" in wire.written
+    assert echo.seen == []
+    assert wire.end == "eof"
+
+
+async def test_a_long_body_in_small_chunks() -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"1;" + b"x" * 1000 + b"\r\na\r\n"
+    echo, _ = await exchange([head, *[chunk] * 300, b"0\r\n\r\n"])
+    assert echo.seen == [("POST", "/echo", b"a" * 300)]
 
 
 async def test_a_header_can_not_be_smuggled_out() -> None:

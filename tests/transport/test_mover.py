@@ -168,6 +168,16 @@ def test_the_plane_lives_on_the_movers_thread_alone(mover: Mover, plane: Scripte
     assert plane.threads == {"kvhandoff-mover"}
 
 
+def test_a_mover_that_never_started_is_closed(plane: ScriptedPlane, region: SharedRegion) -> None:
+    mover, answers = Mover(lambda: plane, region), Answers()
+    mover.move("read", PEER, [(1, 0, 1)], answers)
+    assert mover.close()
+    assert answers.next().error == "read peer@0: the mover is closed"
+    mover.move("read", PEER, [(2, 0, 1)], answers)
+    assert answers.next().error == "read peer@0: the mover is closed"
+    assert plane.calls == []
+
+
 def test_no_pause_lasts_for_ever(mover: Mover, plane: ScriptedPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause that is over before the mover has looked at its queue is over. On busy cores that happens to
     20 us too; here, to one of a thousand pauses."""

@@ -80,7 +80,7 @@ class Child:
                 code = await process.wait()
                 if code == 2:
                     raise ConfigError(f"{self.name} could not start; its message is above")
-                raise ChildFailed(f"{self.name} ended with exit code {code} before it served")
+                raise ChildFailed(f"{self.name} ended ({_how(code)}) before it served")
             facts = msgspec.json.decode(line, type=dict[str, str])
             self.port = int(facts["url"].rsplit(":", 1)[1])
         except (msgspec.DecodeError, LookupError, ValueError) as error:  # the last: of a line without an end

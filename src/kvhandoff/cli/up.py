@@ -194,8 +194,9 @@ async def _unless(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | No
         await asyncio.wait({stopped, working}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        stopped.cancel()
-        working.cancel()
+        for task in (stopped, working):
+            task.cancel()
+        await asyncio.gather(stopped, working, return_exceptions=True)
 
 
 def _tell(

@@ -109,7 +109,8 @@ class FirstContent:
 class LastEvent:
     """Finds the event that says that the answer is whole, at the end of what has been fed.
 
-    It is `[DONE]`, or, of `/v1/responses`, an event whose name says so; its data is the whole response.
+    It is `[DONE]`, or, of `/v1/responses`, an event whose name says so; its data is the whole response. Lines
+    end as vLLM writes them, with LF.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -181,7 +181,8 @@ class Mover:
         is *not* reported, and data plane and region stay as they are; only the end of this process or of
         the peer's fences it.
         """
-        if not self._thread.is_alive():
+        if not self._thread.is_alive():  # it has ended, or was never started
+            self._end(self._ended or "the mover is closed")
             return self._clean
         self._close_by = time.monotonic() + timeout
         self._queue.put(_Close())

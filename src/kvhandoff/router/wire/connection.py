@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections import deque
 from collections.abc import Coroutine
+from socket import SO_LINGER, SOL_SOCKET
 from typing import Any, Protocol, cast
 
 import httptools
@@ -76,7 +78,8 @@ class Connection(asyncio.Protocol):
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         """None: nothing that comes in matters any more."""
         self._in_head = True
-        self._head_bytes = 0
+        self._unused_bytes = 0
+        """What has come in since the last head or part of a body: of a head, or of what is around chunks."""
         self._url = b""
         self._pairs: Pairs = []
         self._reading: Request | None = None
@@ -122,8 +125,7 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         if parser is None:
             return
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._unused_bytes += len(data)
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
@@ -136,8 +138,8 @@ class Connection(asyncio.Protocol):
         else:
             if self._refusal is not None:
                 self._refuse(self._refusal)
-            elif self._in_head and self._head_bytes > 2 * MAX_HEAD_BYTES:
-                self._refuse(too_large("headers", 431))
+            elif self._unused_bytes > 2 * MAX_HEAD_BYTES:
+                self._refuse(too_large("headers" if self._in_head else "trailers", 431))
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """A request is answered as if it had not asked for another protocol. The parser has stopped where one
@@ -173,7 +175,7 @@ class Connection(asyncio.Protocol):
             self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._unused_bytes = False, 0
         parser = self._parser
         if self._past_upgrade or self._refusal is not None or parser is None:
             return
@@ -211,13 +213,14 @@ class Connection(asyncio.Protocol):
             self._refusal = BadFraming(f"more than {MAX_PIPELINED} requests wait for their answers")
 
     def on_body(self, piece: bytes) -> None:
+        self._unused_bytes = 0
         if self._reading is not None and self._refusal is None:
             self._reading.feed(piece)
 
     def on_message_complete(self) -> None:
         if self._parser is not None and self._parser.should_upgrade():
             return  # only its head is read
-        self._in_head = True
+        self._in_head, self._unused_bytes = True, 0
         if self._reading is not None and self._refusal is None:
             self._reading.end()
             self._reading = None
@@ -335,10 +338,13 @@ class Connection(asyncio.Protocol):
         head = response_head(stream.status, stream.headers, *more, *self._connection_header(request))
         return self._transport, head, chunked
 
-    def abort(self) -> None:
-        """Reset the connection."""
-        if self._transport is not None:
-            self._transport.abort()
+    def abort(self, *, reset: bool = False) -> None:
+        """End the connection at once. `reset`: so that a client can tell whose answer has no other end."""
+        if self._transport is None:
+            return
+        if reset:
+            self._transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, _AT_ONCE)
+        self._transport.abort()
 
     # ---- for the server ----
 
@@ -357,6 +363,10 @@ class Connection(asyncio.Protocol):
         is then its last."""
         if self._serving is None and self._transport is not None:
             self._transport.close()
+
+
+_AT_ONCE = struct.pack("ii", 1, 0)
+"""Linger, for no time: what is not sent yet is dropped, and the client told so."""
 
 
 def _target(url: bytes) -> str:

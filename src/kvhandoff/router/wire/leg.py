@@ -148,7 +148,8 @@ class LegConnection(asyncio.Protocol):
         """The body of the request under way, as long as not all of it is sent."""
         self._pairs: Pairs = []
         self._in_head = True
-        self._head_bytes = 0
+        self._unused_bytes = 0
+        """What has come in since the last head or part of a body: of a head, or of what is around chunks."""
         self._interim = False
         """The head was that of a 1xx, which the answer follows."""
         self._problem: str | None = None
@@ -260,8 +261,7 @@ class LegConnection(asyncio.Protocol):
         if self._head is None or (self._answer is not None and self._answer.complete):
             self._unwanted("it sends what nobody has asked for")
             return
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._unused_bytes += len(data)
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -271,8 +271,9 @@ class LegConnection(asyncio.Protocol):
             piece = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []
             answer.feed(piece, last=self._ended and self._problem is None)
-        if self._in_head and self._head_bytes > 2 * MAX_HEAD_BYTES:
-            self._problem = self._problem or "the head of its answer is too long"
+        if self._unused_bytes > 2 * MAX_HEAD_BYTES:
+            part = "head" if self._in_head else "trailer"
+            self._problem = self._problem or f"the {part} of its answer is too long"
         if self._problem is not None:
             self._unwanted(self._problem)
         elif self._ended and answer is not None:
@@ -292,7 +293,7 @@ class LegConnection(asyncio.Protocol):
             self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._unused_bytes = False, 0
         parser, head = self._parser, self._head
         if self._problem is not None or parser is None or head is None:
             return
@@ -318,6 +319,7 @@ class LegConnection(asyncio.Protocol):
         self._chunk_over = False
 
     def on_body(self, piece: bytes) -> None:
+        self._unused_bytes = 0
         if self._problem is None:
             self._body.append(piece)
 
@@ -325,7 +327,7 @@ class LegConnection(asyncio.Protocol):
         self._chunk_over = True
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._unused_bytes = True, 0
         self._ended = not self._interim
 
     def rest(self) -> None:

@@ -237,7 +237,7 @@ class StreamResponse:
         """End it so that nobody can take it for whole."""
         self.ended = True
         if self._connection is not None:
-            self._connection.abort()
+            self._connection.abort(reset=not self._chunked)
 
     def flow(self, *, room: bool) -> None:
         """The connection's word."""
