@@ -93,6 +93,14 @@ def goals(rounds: Mapping[str, Sequence[Round]], ours: str, theirs: str) -> list
     ]
 
 
+def workers_goal(of_cores: float, theirs: Sequence[Round], workers: int, name: str) -> Goal:
+    """Requests/s of as many cores as there are workers, by those of the other router's one."""
+    ratio = of_cores / statistics.median(r.requests_per_core_s for r in theirs)
+    return at_least(
+        f"requests/s of {workers} cores with --workers {workers}, by {name}'s of one", ratio, WORKERS_RATIO
+    )
+
+
 def growth_goal(samples: Sequence[tuple[int, int]]) -> Goal:
     """No growth after the warm-up."""
     return at_most("growth of memory after the warm-up, bytes/request", growth(samples), GROWTH_BYTES)

@@ -9,7 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.router_figures import Lone, Round, added, goals, growth, growth_goal, percentile
+from benchmarks.router_figures import (
+    Lone,
+    Round,
+    added,
+    goals,
+    growth,
+    growth_goal,
+    percentile,
+    workers_goal,
+)
 from benchmarks.router_load import Load
 from benchmarks.router_systems import Cores, System, SystemFailed, kvhandoff, mocks, set_pace
 
@@ -64,6 +73,17 @@ def test_goals_are_ratios_of_the_same_round() -> None:
 
 def test_requests_of_a_core() -> None:
     assert ROUND.requests_per_core_s == pytest.approx(4000)
+
+
+def test_workers_are_compared_with_one_core() -> None:
+    fast = replace(ROUND, request_cpu_s=125e-6)
+    goal = workers_goal(6000.0, [fast, ROUND, ROUND], 2, "b")
+    assert (goal.name, goal.value, goal.holds) == (
+        "requests/s of 2 cores with --workers 2, by b's of one",
+        pytest.approx(1.5),
+        True,
+    )
+    assert not workers_goal(3900.0, [ROUND], 2, "b").holds
 
 
 @pytest.mark.processes
