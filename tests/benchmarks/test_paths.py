@@ -212,7 +212,8 @@ def test_on_processes():
             assert (each.record.path, each.record.blocks) == (path, moved), each.record
             parts = split(each)
             assert tuple(parts) == PARTS
-            assert min(parts.values()) >= 0, parts
+            # Not of the rest: a busy router may look at its clock after the client has what it wrote before.
+            assert min(parts[part] for part in PARTS if part != "rest") >= 0, parts
             assert sum(parts.values()) == pytest.approx(each.ttft_s)
             assert parts["compute"] > 0
             assert sum(each.record.phases.values()) == pytest.approx(each.record.ttft_s)

@@ -129,7 +129,7 @@ async def test_a_killed_supervisor_leaves_nothing_behind() -> None:
 async def test_an_engine_that_does_not_start() -> None:
     async with up("--", "--fail", "3") as running:
         await running.said("vLLM ended with exit code 3; what it said is above")
-        await running.said("ended (exit code 1) before it served")
+        await running.said(r"ended \(exit code 1\) before it served")
         assert await running.process.wait() == 1
 
 
