@@ -94,9 +94,9 @@ def measure_paced(systems: Mapping[str, System], urls: Mapping[str, str], size: 
     set_pace(urls, PACE_MS)
     for turn in range(size.turns):
         for name in in_turn(list(systems), turn):
-            before = systems[name].cpu_s()
-            tokens[name] += systems[name].run(paced).tokens
-            cpu_s[name] += systems[name].cpu_s() - before
+            streamed, used_s = systems[name].run_metered(paced)
+            tokens[name] += streamed.tokens
+            cpu_s[name] += used_s
     set_pace(urls, 0.0)
     return {name: cpu_s[name] / tokens[name] for name in systems}
 
@@ -104,10 +104,7 @@ def measure_paced(systems: Mapping[str, System], urls: Mapping[str, str], size: 
 def measure(system: System, lone: Sequence[Lone], token_cpu_s: float, size: Size) -> Round:
     """One contestant's round: at saturation, beside what was measured in turns."""
     requests = Load(port=0, connections=size.connections, seconds=size.seconds, tokens=1)
-    before = system.cpu_s()
-    answered = system.run(requests)
-    request_cpu = system.cpu_s() - before
-
+    answered, request_cpu = system.run_metered(requests)
     fast = system.run(Load(port=0, connections=size.connections, seconds=size.seconds, tokens=FAST_TOKENS))
     return Round(
         lone=lone,
@@ -139,9 +136,7 @@ def measure_workers(urls: Mapping[str, str], size: Size) -> tuple[float, float]:
     with kvhandoff(urls, cores, *options) as system:
         load = Load(port=0, connections=2 * size.connections, seconds=size.seconds, tokens=1)
         system.run(load)  # connections and code are warm
-        before = system.cpu_s()
-        answered = system.run(load)
-        cpu_s = system.cpu_s() - before
+        answered, cpu_s = system.run_metered(load)
     return answered.requests / answered.seconds, WORKERS * answered.requests / cpu_s
 
 

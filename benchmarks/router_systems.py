@@ -88,6 +88,12 @@ class System:
         self.first += measured.requests
         return measured
 
+    def run_metered(self, load: Load) -> tuple[Measured, float]:
+        """`run`, and the CPU seconds that it took here."""
+        before = self.cpu_s()
+        measured = self.run(load)
+        return measured, self.cpu_s() - before
+
     def cpu_s(self) -> float:
         """CPU seconds used so far, by all of its processes."""
         return sum(times.user + times.system for times in (p.cpu_times() for p in self._processes()))

@@ -30,6 +30,9 @@ _LONGEST_PAUSE = 1e-3
 """Seconds between polls: short after anything happened, then half again as long each time."""
 
 
+_CLOSED = "the mover is closed"
+"""Why it refuses, unless something went wrong."""
+
 _kept: list[DataPlane] = []
 """Data planes that may still have transfers in flight: kept until the process ends, which fences them, since
 destroying one does not."""
@@ -182,7 +185,7 @@ class Mover:
         the peer's fences it.
         """
         if not self._thread.is_alive():  # it has ended, or was never started
-            self._end(self._ended or "the mover is closed")
+            self._end(self._ended or _CLOSED)
             return self._clean
         self._close_by = time.monotonic() + timeout
         self._queue.put(_Close())
@@ -211,7 +214,7 @@ class Mover:
             return
         self._clean = False
         self._started.set()
-        why = "the mover is closed"
+        why = _CLOSED
         try:
             self._loop(plane)
             self._clean = self._drain(plane)
